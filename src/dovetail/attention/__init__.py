@@ -1,0 +1,1 @@
+"""Attention over the paged KV of a step's rows."""

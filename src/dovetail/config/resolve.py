@@ -1,0 +1,191 @@
+"""From what was typed to what is decided. The only maker of ``EngineConfig``.
+
+Must not touch a device: facts about one are passed in.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from dovetail.config.model import ModelConfig
+from dovetail.config.schema import DTypeName, EngineConfig, EngineOptions
+from dovetail.errors import ConfigError
+
+EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny-moe"
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+
+
+def parse_bytes(field: str, value: int | str) -> int:
+    """Return a number of bytes from ``1048576``, ``"512MiB"`` or ``"1.5GB"``.
+
+    Raises:
+        ConfigError: not a positive size; the message shows the accepted forms.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(field, f"{value!r} is not a size; write bytes, 512MiB or 2GB")
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size <= 0:
+        raise ConfigError(field, f"{value!r} is no memory at all")
+    return size
+
+
+def kv_page_bytes(model: ModelConfig, *, dtype: DTypeName, page_size: int) -> int:
+    """Return the bytes of one page: keys and values of all layers, and the token sidecar."""
+    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * BYTES_PER_ELEMENT[dtype]
+    return page_size * (kv + 4)
+
+
+def resolve(options: EngineOptions) -> EngineConfig:
+    """Decide every value that the user left open, and check the whole.
+
+    Raises:
+        ConfigError: an option is out of range, or the options contradict each
+            other or the model; names the option and the numbers.
+    """
+    _check_ranges(options)
+    reasons: dict[str, str] = {}
+    folder = Path(options.model).expanduser() if options.model else EMBEDDED_MODEL
+    reasons["model_folder"] = "given" if options.model else "default: the embedded tiny MoE"
+    model = ModelConfig.from_folder(folder)
+    dtype = _decide_dtype(options, model, reasons)
+    context_len = _decide_context_len(options, model, reasons)
+    num_pages = _decide_num_pages(options, model, dtype, context_len, reasons)
+    depth = 1 if options.depth is None else options.depth
+    reasons["depth"] = "default: overlap" if options.depth is None else "given"
+    chunk_size = context_len if options.chunk_size == -1 else options.chunk_size
+    reasons["chunk_size"] = (
+        "given as -1: a whole context" if options.chunk_size == -1 else _given(options, "chunk_size")
+    )
+    reasons["max_step_tokens"] = "chunk_size + max_running: a chunk beside a full decode batch"
+    for name in ("device", "page_size", "max_running", "prefix_cache", "lanes"):
+        reasons[name] = _given(options, name)
+    return EngineConfig(
+        model_folder=str(folder.resolve()),
+        model=model,
+        dtype=dtype,
+        device=options.device,
+        depth=depth,
+        page_size=options.page_size,
+        num_pages=num_pages,
+        context_len=context_len,
+        max_running=options.max_running,
+        chunk_size=chunk_size,
+        max_step_tokens=chunk_size + options.max_running,
+        prefix_cache=options.prefix_cache,
+        num_threads=_decide_num_threads(options, model, reasons),
+        lanes=options.lanes,
+        reasons=reasons,
+    )
+
+
+def options_from(values: dict[str, object]) -> EngineOptions:
+    """Return typed options from keyword arguments or parsed flags.
+
+    Raises:
+        ConfigError: an unknown option or a value of the wrong type; names it.
+    """
+    known = set(EngineOptions.__struct_fields__)
+    for name in values:
+        if name not in known:
+            raise ConfigError(name, f"is no engine option; the options are {', '.join(sorted(known))}")
+    try:
+        return msgspec.convert(values, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError("options", str(error)) from None
+
+
+def _given(options: EngineOptions, name: str) -> str:
+    default = getattr(EngineOptions(), name)
+    return "default" if getattr(options, name) == default else "given"
+
+
+def _check_ranges(options: EngineOptions) -> None:
+    for name, low, high in (
+        ("depth", 0, 8),
+        ("page_size", 1, 1024),
+        ("num_pages", 1, 2**31 - 1),
+        ("context_len", 2, 2**31 - 1),
+        ("max_running", 1, 65536),
+        ("num_threads", 1, 1024),
+    ):
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            raise ConfigError(name, f"is {value}; the legal range is {low} to {high}")
+    if options.chunk_size != -1 and options.chunk_size < 1:
+        raise ConfigError("chunk_size", f"is {options.chunk_size}; give at least 1, or -1 for no limit")
+
+
+def _decide_dtype(
+    options: EngineOptions, model: ModelConfig, reasons: dict[str, str]
+) -> DTypeName:
+    if options.dtype != "auto":
+        reasons["dtype"] = "given"
+        return options.dtype
+    reasons["dtype"] = "default on a CPU: float32 is exact and, on most CPUs, faster than bfloat16"
+    return "float32"
+
+
+def _decide_context_len(
+    options: EngineOptions, model: ModelConfig, reasons: dict[str, str]
+) -> int:
+    longest = model.max_position_embeddings
+    if options.context_len is None:
+        reasons["context_len"] = "the model's max_position_embeddings"
+        return longest
+    if options.context_len > longest:
+        raise ConfigError(
+            "context_len",
+            f"is {options.context_len}, but the model was made for {longest} positions",
+        )
+    reasons["context_len"] = "given"
+    return options.context_len
+
+
+def _decide_num_threads(
+    options: EngineOptions, model: ModelConfig, reasons: dict[str, str]
+) -> int:
+    if options.num_threads is not None:
+        reasons["num_threads"] = "given"
+        return options.num_threads
+    if model.hidden_size < 1024:
+        reasons["num_threads"] = "default: for a narrow model, handing work out costs more than it saves"
+        return 1
+    reasons["num_threads"] = "default: one a core"
+    return os.cpu_count() or 1
+
+
+def _decide_num_pages(
+    options: EngineOptions,
+    model: ModelConfig,
+    dtype: DTypeName,
+    context_len: int,
+    reasons: dict[str, str],
+) -> int:
+    page_bytes = kv_page_bytes(model, dtype=dtype, page_size=options.page_size)
+    if options.num_pages is not None:
+        num_pages, field = options.num_pages, "num_pages"
+        reasons["num_pages"] = "given"
+    else:
+        budget, field = parse_bytes("kv_memory", options.kv_memory), "kv_memory"
+        most = options.max_running * -(-context_len // options.page_size)
+        num_pages = min(budget // page_bytes, most)
+        reasons["num_pages"] = (
+            f"kv_memory {options.kv_memory} at {page_bytes} bytes a page"
+            if num_pages < most
+            else "max_running sequences of context_len tokens; kv_memory would hold more"
+        )
+    if num_pages * options.page_size < context_len:
+        need = -(-context_len // options.page_size)
+        raise ConfigError(
+            field,
+            f"gives {num_pages} pages of {options.page_size} tokens, but one sequence of "
+            f"context_len {context_len} needs {need} pages ({need * page_bytes} bytes); "
+            "raise it or lower context_len",
+        )
+    return num_pages

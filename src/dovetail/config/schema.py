@@ -1,0 +1,85 @@
+"""What a user may configure, and what the engine decided.
+
+Owns two different types on purpose: ``EngineOptions`` is what somebody typed
+(None means "decide for me"); ``EngineConfig`` is complete, and each of its values
+comes with a reason. ``config.resolve`` alone turns one into the other.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from dovetail.config.model import ModelConfig
+
+DTypeName = Literal["float32", "bfloat16"]
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's options. Every one has a working default.
+
+    Attributes:
+        model: a Hugging Face model folder; None is the embedded tiny MoE.
+        dtype: ``float32``, ``bfloat16`` or ``auto`` (see ``config.resolve``).
+        device: ``cpu``.
+        depth: steps in flight while the next one is planned; 0 is synchronous,
+            1 is overlap.
+        page_size: tokens per KV page.
+        kv_memory: memory of the KV pool: bytes, or a string such as ``512MiB``.
+        num_pages: the KV pool in pages; wins over ``kv_memory``.
+        context_len: most tokens of prompt and output together; None is the model's.
+        max_running: most sequences that run at once.
+        chunk_size: most prompt tokens forwarded in a step; -1 is no limit.
+        prefix_cache: share computed prefixes between requests.
+        num_threads: intra-op threads of the forward; None decides by the model's width.
+        lanes: ``inline`` runs device work at submission, ``threaded`` on a thread a lane.
+    """
+
+    model: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["cpu"] = "cpu"
+    depth: int | None = None
+    page_size: int = 16
+    kv_memory: int | str = "512MiB"
+    num_pages: int | None = None
+    context_len: int | None = None
+    max_running: int = 128
+    chunk_size: int = 512
+    prefix_cache: bool = True
+    num_threads: int | None = None
+    lanes: Literal["inline", "threaded"] = "inline"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The decided configuration. Made by ``config.resolve`` only.
+
+    Attributes:
+        model_folder: absolute path of the model.
+        model: what its ``config.json`` says.
+        dtype: of weights, activations and KV.
+        num_pages: KV pages of the pool.
+        max_step_tokens: most tokens of one forward: a chunk and a token per running sequence.
+        reasons: field name -> who decided its value, and why.
+
+    The other fields are those of ``EngineOptions``, decided.
+    """
+
+    model_folder: str
+    model: ModelConfig
+    dtype: DTypeName
+    device: str
+    depth: int
+    page_size: int
+    num_pages: int
+    context_len: int
+    max_running: int
+    chunk_size: int
+    max_step_tokens: int
+    prefix_cache: bool
+    num_threads: int
+    lanes: str
+    reasons: dict[str, str]
+
+    @property
+    def max_pages_per_sequence(self) -> int:
+        """Length of one page table: pages that hold a whole context."""
+        return -(-self.context_len // self.page_size)

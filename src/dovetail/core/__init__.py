@@ -1,0 +1,1 @@
+"""The engine: one loop, one door in, one door out."""

@@ -1,0 +1,74 @@
+"""The engine loop: take messages, plan, submit, commit.
+
+Owns the order of things and nothing else. ``depth`` steps may be in flight while the
+next one is planned; 0 is synchronous and 1 is overlap, with the same code.
+"""
+
+from collections import deque
+
+from dovetail.core.mailbox import Inbox, Outbox
+from dovetail.errors import EngineClosed, EngineError
+from dovetail.exec.pending import PendingStep, StepExecutor
+from dovetail.sched.scheduler import Scheduler
+from dovetail.wire.control import Abort, Admit, Close, Message
+
+
+class EngineLoop:
+    """Runs one scheduler against one executor. One thread calls ``run``."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: StepExecutor,
+        *,
+        inbox: Inbox,
+        outbox: Outbox,
+        depth: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.inbox = inbox
+        self.outbox = outbox
+        self.depth = depth
+        self.inflight: deque[PendingStep] = deque()
+        self.is_closing = False
+
+    @property
+    def is_idle(self) -> bool:
+        """True if only a message can bring work."""
+        return not self.inflight and self.scheduler.num_open == 0 and not self.is_closing
+
+    def run(self) -> None:
+        """Step until closed. Whatever ends the loop, every open request gets its answer."""
+        failure: EngineError = EngineClosed("the engine has been closed")
+        try:
+            while not (self.is_closing and self.scheduler.num_open == 0 and not self.inflight):
+                self.step()
+        except Exception as error:  # the loop is the process's last line: answer, then end
+            failure = EngineClosed(f"the engine failed: {error!r}")
+            failure.__cause__ = error
+        finally:
+            self.executor.close()
+            self.outbox.close(failure)
+
+    def step(self) -> None:
+        """Do one turn of the loop."""
+        for message in self.inbox.take(wait=self.is_idle):
+            self.apply(message)
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.inflight.append(self.executor.submit(plan))
+        if len(self.inflight) > self.depth or (plan is None and self.inflight):
+            pending = self.inflight.popleft()
+            self.outbox.put(self.scheduler.commit(pending.plan, pending.result()))
+
+    def apply(self, message: Message) -> None:
+        """Let one message take effect, between two steps."""
+        match message:
+            case Admit(request):
+                self.scheduler.add(request)
+            case Abort(request_id):
+                self.outbox.put(self.scheduler.abort(request_id))
+            case Close():
+                self.is_closing = True
+                self.outbox.put(self.scheduler.abort_all())

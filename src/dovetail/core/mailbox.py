@@ -1,0 +1,82 @@
+"""The loop's two doors: one ordered inbox, and an outbox with a stream per request.
+
+Owns the only places where client threads and the loop thread meet.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+from dovetail.errors import EngineClosed, EngineError
+from dovetail.wire.control import Message
+from dovetail.wire.result import TokenEvent
+
+IDLE_WAIT_SECONDS = 1.0
+
+Deliver = Callable[[TokenEvent | EngineError], None]
+"""Hands one piece of news to a client; called on the loop thread, must not block."""
+
+
+class Inbox:
+    """Messages to the loop, in arrival order. Any thread may put."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def put(self, message: Message) -> None:
+        """Queue a message."""
+        self._messages.put(message)
+
+    def take(self, *, wait: bool) -> list[Message]:
+        """Return all messages that are there; with ``wait``, wait a bounded time for the first."""
+        messages: list[Message] = []
+        try:
+            if wait:
+                messages.append(self._messages.get(timeout=IDLE_WAIT_SECONDS))
+            while True:
+                messages.append(self._messages.get_nowait())
+        except queue.Empty:
+            return messages
+
+
+class Outbox:
+    """Routes events to the clients that opened a stream for them.
+
+    Invariant: every opened stream gets a last event or an error, also if the loop
+    has ended in between.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[int, Deliver] = {}
+        self._failure: EngineError | None = None
+
+    def open(self, request_id: int, deliver: Deliver) -> None:
+        """Register the client of a request.
+
+        Raises:
+            EngineClosed: the loop has ended.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise EngineClosed(str(self._failure))
+            self._streams[request_id] = deliver
+
+    def put(self, events: list[TokenEvent]) -> None:
+        """Deliver events; a stream ends with its request's last event."""
+        for event in events:
+            with self._lock:
+                if event.finish is None:
+                    deliver = self._streams[event.request_id]
+                else:
+                    deliver = self._streams.pop(event.request_id)
+            deliver(event)
+
+    def close(self, failure: EngineError) -> None:
+        """Tell every open stream, and every later one, that the loop has ended."""
+        with self._lock:
+            self._failure = failure
+            streams = list(self._streams.values())
+            self._streams.clear()
+        for deliver in streams:
+            deliver(failure)

@@ -1,0 +1,136 @@
+"""From what a user calls a prompt to validated requests.
+
+Owns the reading of prompts: text, token ids or chat messages, one or many. Must not
+know the loop.
+"""
+
+import itertools
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dovetail.errors import RequestError
+from dovetail.text.chat import ChatTemplate
+from dovetail.text.tokenizer import Tokenizer
+from dovetail.wire.request import (
+    Limits,
+    Request,
+    SamplingParams,
+    validated_prompt,
+    validated_sampling,
+)
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or chat messages with role and content."""
+
+
+class RequestMaker:
+    """Makes requests for one model; thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        limits: Limits,
+        *,
+        capture_columns: frozenset[str],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._limits = limits
+        self._capture_columns = capture_columns
+        self._ids: Iterator[int] = itertools.count(1)
+
+    def make(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        *,
+        capture: Sequence[str] = (),
+        label: str | None = None,
+    ) -> Request:
+        """Return the validated request for one prompt.
+
+        Raises:
+            RequestError: names the field at fault.
+        """
+        prompt_token_ids = validated_prompt(self.encode(prompt), self._limits)
+        sampling = validated_sampling(
+            sampling_params or SamplingParams(),
+            prompt_len=len(prompt_token_ids),
+            limits=self._limits,
+        )
+        for name in capture:
+            if name not in self._capture_columns:
+                known = ", ".join(sorted(self._capture_columns))
+                raise RequestError("capture", f"{name!r} is no column of this engine; it has {known}")
+        seed = sampling.sampling_seed
+        return Request(
+            request_id=next(self._ids),
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            seed=secrets.randbits(64) if seed is None else seed,
+            capture=tuple(dict.fromkeys(capture)),
+            label=label,
+        )
+
+    def make_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        capture: Sequence[str] = (),
+    ) -> list[Request]:
+        """Return a request per prompt; nothing is returned unless all are right."""
+        many = _as_many(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params: list[SamplingParams | None] = [sampling_params] * len(many)
+        else:
+            params = list(sampling_params)
+            if len(params) != len(many):
+                raise RequestError(
+                    "sampling_params", f"has {len(params)} entries for {len(many)} prompts"
+                )
+        requests: list[Request] = []
+        for index, (prompt, sampling) in enumerate(zip(many, params, strict=True)):
+            try:
+                requests.append(self.make(prompt, sampling, capture=capture))
+            except RequestError as error:
+                if len(many) == 1:
+                    raise
+                message = str(error).removeprefix(f"{error.field}: ")
+                raise RequestError(f"prompts[{index}].{error.field}", message) from None
+        return requests
+
+    def encode(self, prompt: Prompt) -> Sequence[int]:
+        """Return the token ids of a prompt in any of its forms; not validated."""
+        if isinstance(prompt, str):
+            token_ids = self._tokenizer.encode(prompt)
+            if not token_ids:
+                raise RequestError("text", "the prompt is empty; give at least one character")
+            return token_ids
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            return self._encode_chat(prompt)  # type: ignore[arg-type]
+        return prompt  # type: ignore[return-value]
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+        if self._chat_template is None:
+            raise RequestError("messages", "this model has no chat template; give text or input_ids")
+        text = self._chat_template.render([dict(message) for message in messages])
+        # The template writes the special tokens itself, so none are added here.
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or a list of prompts? A list of ints or of messages is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Sequence):
+        try:
+            prompts = list(prompts)  # type: ignore[arg-type]  # arrays of ids, generators
+        except TypeError:
+            raise RequestError("prompts", "must be text, token ids, chat messages or a list") from None
+    if not prompts:
+        raise RequestError("prompts", "the list of prompts is empty")
+    is_one = all(not isinstance(item, (str, Sequence)) for item in prompts)
+    return [prompts] if is_one else list(prompts)  # type: ignore[list-item,arg-type]

@@ -1,0 +1,1 @@
+"""Turns plans into forwards: lanes, device state, staging, the executor."""

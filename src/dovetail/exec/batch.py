@@ -1,0 +1,184 @@
+"""From a packet to the tensors of one forward.
+
+Owns ``unpack``: it applies the packet's state changes, then works out positions,
+cache slots and work lists, so the host never sends what the device can derive. It
+runs on the compute lane. This is the CPU form: device memory is host memory, and
+numpy costs a fraction of a torch call on arrays this small.
+
+Shape legend: R rows, T tokens, D decode rows, S cached tokens of a row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from dovetail.attention.paged import AttentionRows
+from dovetail.errors import InvariantError
+from dovetail.exec.packet import PacketView
+from dovetail.exec.state import DeviceState
+from dovetail.sched.plan import FROM_DEVICE
+
+Ints = NDArray[np.int64]
+
+
+class StepInputs:
+    """The rows of the step before, kept because a steady step does not send them again.
+
+    Engine state: changed on the compute lane only.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._rows = np.zeros((6, max_rows), dtype=np.int64)
+        self._num_rows = 0
+
+    def update(self, packet: PacketView) -> "StepRows":
+        """Return the rows of ``packet``, which are the last ones if it sends none."""
+        if not packet.rows_unchanged:
+            self._num_rows = packet.num_rows
+            for row, name in zip(self._rows, _ROW_NAMES, strict=True):
+                row[: packet.num_rows] = packet.fields[f"rows.{name}"]
+        return StepRows(*self._rows[:, : self._num_rows])
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The plan's rows on the device; int64 [R] each, see ``sched.plan.Rows``."""
+
+    slot: Ints
+    generation: Ints
+    start: Ints
+    width: Ints
+    bound: Ints
+    samples: Ints
+
+
+_ROW_NAMES = ("slot", "generation", "start", "width", "bound", "samples")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """Everything one forward reads.
+
+    Attributes:
+        rows: see ``StepRows``.
+        token_ids_T, positions_T, kv_slots_T: int64.
+        attention: the work list.
+        end_R: int64, cached tokens of each row after the step.
+        last_token_R: int64, index of each row's last token within the step.
+    """
+
+    rows: StepRows
+    token_ids_T: Tensor
+    positions_T: Tensor
+    kv_slots_T: Tensor
+    attention: AttentionRows
+    end_R: Ints
+    last_token_R: Ints
+
+
+def apply_writes(packet: PacketView, state: DeviceState) -> None:
+    """Install new tenants and page-table entries."""
+    fields = packet.fields
+    slots = fields["slots.slot"]
+    if len(slots):
+        state.generation[slots] = fields["slots.generation"]
+        state.kv_len[slots] = 0
+        state.last_token[slots] = -1
+        state.page_table[slots] = -1
+        state.sampling.write(
+            torch.from_numpy(slots.astype(np.int64)),
+            {
+                name: torch.from_numpy(fields[f"slots.{name}"].view(dtype).copy())
+                for name, dtype in _SAMPLING_DTYPES.items()
+            },
+        )
+    if len(fields["pages.slot"]):
+        state.page_table[fields["pages.slot"], fields["pages.index"]] = fields["pages.page"]
+
+
+_SAMPLING_DTYPES = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.int64,
+    "sample_index": np.int32,
+}
+
+
+def unpack(
+    packet: PacketView, state: DeviceState, inputs: StepInputs, *, page_size: int
+) -> DeviceBatch:
+    """Apply the packet's state changes and return the tensors of its forward.
+
+    Raises:
+        InvariantError: a row's handle is stale, or it would outgrow its pages.
+    """
+    apply_writes(packet, state)
+    rows = inputs.update(packet)
+    check_handles(rows.slot, rows.generation, state)
+    is_decode = rows.start == FROM_DEVICE
+    begin_R = np.where(is_decode, state.kv_len[rows.slot], rows.start)
+    end_R = begin_R + rows.width
+    if (end_R > rows.bound).any():
+        raise InvariantError("a row writes past the pages reserved for it")
+    num_decode = int(is_decode.sum())
+    first_token_R = np.cumsum(rows.width) - rows.width
+    row_of_T = np.repeat(np.arange(len(rows.slot)), rows.width)
+    positions_T = np.arange(packet.num_tokens) - first_token_R[row_of_T] + begin_R[row_of_T]
+    token_ids_T = np.empty(packet.num_tokens, dtype=np.int64)
+    token_ids_T[:num_decode] = state.last_token[rows.slot[:num_decode]]
+    token_ids_T[num_decode:] = packet.fields["token_ids"]
+    pages_T = state.page_table[rows.slot[row_of_T], positions_T // page_size]
+    kv_slots_T = torch.from_numpy(pages_T * page_size + positions_T % page_size)
+    return DeviceBatch(
+        rows=rows,
+        token_ids_T=torch.from_numpy(token_ids_T),
+        positions_T=torch.from_numpy(positions_T),
+        kv_slots_T=kv_slots_T,
+        attention=AttentionRows(
+            kv_slots_T=kv_slots_T,
+            num_decode=num_decode,
+            decode_slots_DS=_decode_slots(rows, state, end_R[:num_decode], page_size),
+            decode_len_D=torch.from_numpy(end_R[:num_decode]),
+            prefill_rows=tuple(
+                (
+                    int(first_token_R[r]),
+                    int(first_token_R[r] + rows.width[r]),
+                    torch.from_numpy(sequence_slots(state, rows.slot[r], end_R[r], page_size)),
+                )
+                for r in range(num_decode, len(rows.slot))
+            ),
+        ),
+        end_R=end_R,
+        last_token_R=first_token_R + rows.width - 1,
+    )
+
+
+def check_handles(slots: ArrayLike, generations: ArrayLike, state: DeviceState) -> None:
+    """Raise InvariantError if a handle names a tenancy that its slot does not have."""
+    is_stale = state.generation[np.asarray(slots)] != np.asarray(generations)
+    if is_stale.any():
+        raise InvariantError(f"a plan names stale slots {np.asarray(slots)[is_stale].tolist()}")
+
+
+def sequence_slots(state: DeviceState, slot: int, num_tokens: int, page_size: int) -> Ints:
+    """Return the cache slots of a sequence's first ``num_tokens`` positions, int64 [N]."""
+    num_pages = -(-num_tokens // page_size)
+    pages = state.page_table[slot, :num_pages]
+    return (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[:num_tokens]
+
+
+def _decode_slots(rows: StepRows, state: DeviceState, end_D: Ints, page_size: int) -> Tensor:
+    if not len(end_D):
+        return torch.empty(0, 0, dtype=torch.int64)
+    longest = int(end_D.max())
+    pages_DP = state.page_table[rows.slot[: len(end_D)], : -(-longest // page_size)]
+    slots_DS = (pages_DP[:, :, None] * page_size + np.arange(page_size)).reshape(len(end_D), -1)
+    slots_DS = slots_DS[:, :longest]
+    is_real = np.arange(longest) < end_D[:, None]
+    # Padding reads the row's own first token: a stranger's memory might hold NaN.
+    return torch.from_numpy(np.where(is_real, slots_DS, slots_DS[:, :1]))

@@ -1,0 +1,218 @@
+"""Lanes, events and host blocks: all that the executor may assume of a device.
+
+Owns the rule that *all* device work is ``lane.submit(fn, ...)``: a lane is an
+ordered queue of work, lanes are ordered among each other only by events. Must not
+know what the work does.
+
+Three devices exist: ``CpuDevice`` runs work at once, ``ThreadedCpuDevice`` on a
+thread a lane, and ``exec.sim.SimDevice`` in any order that lanes and events allow.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import DeviceError
+
+WAIT_SECONDS = 300.0
+
+
+class Event(Protocol):
+    """A point in a lane."""
+
+    def wait(self) -> None:
+        """Block the calling thread until all work before the point is done.
+
+        Raises:
+            DeviceError: work before the point failed.
+        """
+        ...
+
+
+class Lane(Protocol):
+    """An ordered queue of device work."""
+
+    def submit(
+        self,
+        fn: Callable[..., None],
+        *args: object,
+        reads: tuple[Tensor, ...] = (),
+        writes: tuple[Tensor, ...] = (),
+    ) -> None:
+        """Queue ``fn(*args)``. The arguments belong to the work from now on.
+
+        ``reads`` and ``writes`` name the memory that crosses lanes or leaves the
+        device; devices that check use them.
+        """
+        ...
+
+    def record(self) -> Event:
+        """Return the present end of the queue."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Do nothing further in this lane before ``event``; the caller does not block."""
+        ...
+
+
+class Device(Protocol):
+    """Two lanes and the memory between host and device."""
+
+    compute: Lane
+    copy: Lane
+    torch_device: torch.device
+
+    def host_block(self, num_bytes: int) -> Tensor:
+        """Return host memory, uint8 [num_bytes], that the device can copy from and to."""
+        ...
+
+    def recycle(self, block: Tensor) -> None:
+        """Called when a ring takes ``block`` back and before it hands it out again."""
+        ...
+
+    def register_state(self, *tensors: Tensor) -> None:
+        """Declare engine state: memory that outlives steps, changed on the compute lane only."""
+        ...
+
+    def close(self) -> None:
+        """End the lanes."""
+        ...
+
+
+class _DoneEvent:
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class InlineLane:
+    """Runs work when it is submitted, on the submitting thread."""
+
+    _done = _DoneEvent()
+
+    def submit(
+        self,
+        fn: Callable[..., None],
+        *args: object,
+        reads: tuple[Tensor, ...] = (),
+        writes: tuple[Tensor, ...] = (),
+    ) -> None:
+        """Run ``fn(*args)``."""
+        fn(*args)
+
+    def record(self) -> Event:
+        """Return an event that has happened."""
+        return self._done
+
+    def wait(self, event: Event) -> None:
+        """Return at once: whatever was submitted before is done."""
+
+
+class CpuDevice:
+    """The host as a device, work done inline: threads gain nothing for small models."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.compute: Lane = InlineLane()
+        self.copy: Lane = InlineLane()
+
+    def host_block(self, num_bytes: int) -> Tensor:
+        """Return plain memory; there is nothing to pin."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def recycle(self, block: Tensor) -> None:
+        """Nothing to do."""
+
+    def register_state(self, *tensors: Tensor) -> None:
+        """Nothing to check."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class _ThreadEvent:
+    def __init__(self, lane: "ThreadLane") -> None:
+        self.happened = threading.Event()
+        self._lane = lane
+
+    def wait(self) -> None:
+        if not self.happened.wait(WAIT_SECONDS):
+            raise DeviceError(f"lane {self._lane.name} did nothing for {WAIT_SECONDS:g} s")
+        if self._lane.failure is not None:
+            raise DeviceError(f"work on lane {self._lane.name} failed") from self._lane.failure
+
+
+class ThreadLane:
+    """Runs work on a thread of its own, in order. After a failure only events pass."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.failure: BaseException | None = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"dovetail-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        fn: Callable[..., None],
+        *args: object,
+        reads: tuple[Tensor, ...] = (),
+        writes: tuple[Tensor, ...] = (),
+    ) -> None:
+        """Queue ``fn(*args)``."""
+        self._work.put(lambda: fn(*args))
+
+    def record(self) -> Event:
+        """Return an event that the thread sets when it gets there."""
+        event = _ThreadEvent(self)
+        self._work.put(event.happened.set)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Queue a wait for the other lane's event."""
+        self._work.put(event.wait)
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            is_event = getattr(work, "__self__", None).__class__ is threading.Event
+            if self.failure is not None and not is_event:
+                continue
+            try:
+                work()
+            except BaseException as error:  # handed to whoever waits for this lane
+                self.failure = error
+
+
+class ThreadedCpuDevice:
+    """The host as a device with real concurrency between lanes: a test mode."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._lanes = (ThreadLane("compute"), ThreadLane("copy"))
+        self.compute: Lane = self._lanes[0]
+        self.copy: Lane = self._lanes[1]
+
+    def host_block(self, num_bytes: int) -> Tensor:
+        """Return plain memory; there is nothing to pin."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def recycle(self, block: Tensor) -> None:
+        """Nothing to do."""
+
+    def register_state(self, *tensors: Tensor) -> None:
+        """Nothing to check."""
+
+    def close(self) -> None:
+        """End both threads."""
+        for lane in self._lanes:
+            lane.close()

@@ -1,0 +1,109 @@
+"""An executor without tensors, for the scheduler alone. Imports no torch.
+
+Owns a script: which token a sequence gets at which position. It keeps the same
+contract as the real executor and checks what a plan may not do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dovetail.errors import InvariantError
+from dovetail.exec.pending import PendingStep
+from dovetail.sched.plan import FROM_DEVICE, RowStatus, StepPlan, StepResult
+
+Script = Callable[[list[int]], int]
+"""From all tokens of a sequence to the next one."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    generation: int = 0
+    token_ids: list[int] | None = None
+    kv_len: int = 0
+
+
+class FakeExecutor:
+    """Runs plans by a script.
+
+    Args:
+        script: see ``Script``.
+        num_slots: ``max_running`` of the configuration.
+        status: from all tokens of a sequence to the status of its next draw.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        num_slots: int,
+        status: Callable[[list[int]], RowStatus] = lambda token_ids: RowStatus.OK,
+    ) -> None:
+        self._script = script
+        self._status = status
+        self._slots = [_Slot() for _ in range(num_slots)]
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Run the plan at once and keep its result until it is asked for."""
+        for slot, generation in zip(
+            plan.slot_writes.slot.tolist(), plan.slot_writes.generation.tolist(), strict=True
+        ):
+            self._slots[slot] = _Slot(generation)
+        readouts = tuple(
+            {
+                column: np.array(
+                    self._tenant(readout.slot, readout.generation)[readout.start : readout.end],
+                    dtype=np.int32,
+                )
+                for column in readout.columns
+            }
+            for readout in plan.readouts
+        )
+        drawn = self._forward(plan)
+        result = StepResult(
+            step_id=plan.step_id,
+            token_ids=np.array([token for token, _ in drawn], dtype=np.int32)[:, None],
+            counts=plan.rows.samples,
+            logprobs=np.zeros((len(drawn), 1), dtype=np.float32),
+            status=np.array([status for _, status in drawn], dtype=np.int32),
+            readouts=readouts,
+        )
+        return PendingStep(plan, lambda: result)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _tenant(self, slot: int, generation: int) -> list[int]:
+        if self._slots[slot].generation != generation:
+            raise InvariantError(f"slot {slot} generation {generation} is stale")
+        return self._slots[slot].token_ids or []
+
+    def _forward(self, plan: StepPlan) -> list[tuple[int, RowStatus]]:
+        rows, uploaded, drawn = plan.rows, plan.token_ids.tolist(), []
+        for slot, generation, start, width, bound, samples in zip(
+            *(
+                getattr(rows, name).tolist()
+                for name in ("slot", "generation", "start", "width", "bound", "samples")
+            ),
+            strict=True,
+        ):
+            token_ids = self._tenant(slot, generation)
+            state = self._slots[slot]
+            if start == FROM_DEVICE:
+                if state.kv_len != len(token_ids) - 1:
+                    raise InvariantError(f"slot {slot} decodes without a sampled token")
+            else:
+                # A prefix hit starts behind tokens that were never uploaded to this slot.
+                hole = [-1] * (start - len(token_ids))
+                token_ids = token_ids[:start] + hole + uploaded[:width]
+                del uploaded[:width]
+                state.kv_len = start
+            state.kv_len += width
+            if state.kv_len > bound:
+                raise InvariantError(f"slot {slot} writes past its pages")
+            status = self._status(token_ids)
+            token = self._script(token_ids) if samples else 0
+            state.token_ids = token_ids + [token] * samples
+            drawn.append((token, status if samples else RowStatus.OK))
+        return drawn

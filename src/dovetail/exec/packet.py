@@ -1,0 +1,145 @@
+"""The one packet that carries a plan to the device.
+
+Owns its layout: a static schema of named int32-wide fields, each at a 16-byte
+aligned offset, and a header that holds scalars and each field's offset and length.
+Only the used prefix is sent. Written in place with numpy; no tensors here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.config.schema import EngineConfig
+from dovetail.errors import InvariantError
+from dovetail.sched.plan import Rows, StepPlan
+
+Words = NDArray[np.int32]
+
+SCALARS = ("num_rows", "num_tokens", "rows_unchanged")
+_ALIGN_WORDS = 4
+_ROW_FIELDS = ("slot", "generation", "start", "width", "bound", "samples")
+_PAGE_FIELDS = ("group", "slot", "index", "page")
+_SLOT_FIELDS = ("slot", "generation", "temperature", "top_k", "top_p", "min_p", "sample_index")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One array of the packet: its name and most words."""
+
+    name: str
+    max_words: int
+
+
+@dataclass(frozen=True, slots=True)
+class PacketSchema:
+    """Which fields there are, in order."""
+
+    fields: tuple[Field, ...]
+
+    @property
+    def header_words(self) -> int:
+        """Words of the header: the scalars, then (offset, length) a field."""
+        return _aligned(len(SCALARS) + 2 * len(self.fields))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the largest packet."""
+        return 4 * (self.header_words + sum(_aligned(field.max_words) for field in self.fields))
+
+
+def packet_schema(config: EngineConfig) -> PacketSchema:
+    """Return the schema that holds any plan of this configuration."""
+    rows, pages = config.max_running, config.max_pages_per_sequence + config.max_running
+    return PacketSchema(
+        (
+            *(Field(f"rows.{name}", rows) for name in _ROW_FIELDS),
+            Field("token_ids", config.max_step_tokens),
+            *(Field(f"pages.{name}", pages) for name in _PAGE_FIELDS),
+            *(Field(f"slots.{name}", rows) for name in _SLOT_FIELDS),
+            Field("slots.seed", 2 * rows),
+        )
+    )
+
+
+class PacketWriter:
+    """Writes plans. Remembers the last rows: a steady decode step sends a header alone."""
+
+    def __init__(self, schema: PacketSchema) -> None:
+        self._schema = schema
+        self._last_rows: Rows | None = None
+
+    def write(self, plan: StepPlan, words: Words) -> int:
+        """Write ``plan`` into ``words`` and return the number of words used.
+
+        Raises:
+            InvariantError: the plan is larger than the configuration allows.
+        """
+        rows_unchanged = _same_rows(plan.rows, self._last_rows)
+        self._last_rows = plan.rows
+        values: dict[str, Words] = {"token_ids": plan.token_ids}
+        if not rows_unchanged:
+            values |= {f"rows.{name}": getattr(plan.rows, name) for name in _ROW_FIELDS}
+        if len(plan.page_writes):
+            values |= {f"pages.{name}": getattr(plan.page_writes, name) for name in _PAGE_FIELDS}
+        if len(plan.slot_writes):
+            values |= {
+                f"slots.{name}": getattr(plan.slot_writes, name).view(np.int32)
+                for name in (*_SLOT_FIELDS, "seed")
+            }
+        words[: len(SCALARS)] = (len(plan.rows), plan.num_tokens, rows_unchanged)
+        return self._write_fields(values, words)
+
+    def _write_fields(self, values: dict[str, Words], words: Words) -> int:
+        end, entry = self._schema.header_words, len(SCALARS)
+        for field in self._schema.fields:
+            array = values.get(field.name)
+            length = 0 if array is None else len(array)
+            if length > field.max_words:
+                raise InvariantError(
+                    f"a plan has {length} words of {field.name}; at most {field.max_words} fit"
+                )
+            words[entry], words[entry + 1] = end, length
+            entry += 2
+            if array is not None and length:
+                words[end : end + length] = array
+                end += _aligned(length)
+        return end
+
+
+@dataclass(frozen=True, slots=True)
+class PacketView:
+    """A packet as the device reads it.
+
+    Attributes:
+        num_rows, num_tokens: of the step.
+        rows_unchanged: the rows are those of the step before; no row field is sent.
+        fields: name -> int32 view of the block.
+    """
+
+    num_rows: int
+    num_tokens: int
+    rows_unchanged: bool
+    fields: dict[str, Words]
+
+
+def read_packet(schema: PacketSchema, words: Words) -> PacketView:
+    """Return views of the packet that lies in ``words``."""
+    num_fields = len(schema.fields)
+    header = words[: len(SCALARS) + 2 * num_fields].tolist()
+    fields: dict[str, Words] = {}
+    for index, field in enumerate(schema.fields):
+        offset, length = header[len(SCALARS) + 2 * index : len(SCALARS) + 2 * index + 2]
+        fields[field.name] = words[offset : offset + length]
+    return PacketView(header[0], header[1], bool(header[2]), fields)
+
+
+def _same_rows(rows: Rows, last: Rows | None) -> bool:
+    """True for decode rows that repeat the last step's; prefill rows move, so they never do."""
+    return last is not None and all(
+        np.array_equal(getattr(rows, name), getattr(last, name)) for name in _ROW_FIELDS
+    )
+
+
+def _aligned(num_words: int) -> int:
+    return -(-num_words // _ALIGN_WORDS) * _ALIGN_WORDS

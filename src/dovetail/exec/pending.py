@@ -1,0 +1,44 @@
+"""A plan in flight. No torch here: the fake executor shares these types."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from dovetail.errors import InvariantError
+from dovetail.sched.plan import StepPlan, StepResult
+
+
+class PendingStep:
+    """A submitted plan and the one way to its result.
+
+    Args:
+        plan: what was submitted.
+        collect: waits for the step and returns its result; called once.
+    """
+
+    def __init__(self, plan: StepPlan, collect: Callable[[], StepResult]) -> None:
+        self.plan = plan
+        self._collect: Callable[[], StepResult] | None = collect
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it produced. Callable once.
+
+        Raises:
+            DeviceError: the device failed.
+            InvariantError: the result has been taken already.
+        """
+        collect, self._collect = self._collect, None
+        if collect is None:
+            raise InvariantError(f"the result of step {self.plan.step_id} was taken twice")
+        return collect()
+
+
+class StepExecutor(Protocol):
+    """Whoever can run plans."""
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Start a plan; never waits for its forward."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the device."""
+        ...

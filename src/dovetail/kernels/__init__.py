@@ -1,0 +1,1 @@
+"""Device operations: one documented function an op, with a plain torch reference."""

@@ -1,0 +1,228 @@
+"""Every device operation the engine has: one documented function an op.
+
+Owns what an op means: shapes, dtypes, rounding, ties. A backend is a function of the same name and
+signature; ``ref`` runs on any device torch has, is the CPU path, and is what every other backend is
+tested against. Must not know models, layers or steps.
+
+Unless said otherwise an op allocates its result, leaves its inputs alone, and returns the dtype of
+its first argument.
+
+Shape legend: T tokens, H query heads, K KV heads (in ``rotary``) or experts per token (in the
+mixture-of-experts ops), D head dim, P positions, M model dim, E experts, I expert inner dim,
+R rows, C cache slots, S cached tokens of a row, N rows that sample, V vocabulary.
+"""
+
+from torch import Tensor
+
+from dovetail.kernels.ref import activation, attention, moe, norm, sampling
+from dovetail.kernels.ref import rotary as rotary_ref
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
+
+    Computed in float32, rounded once. (transformers rounds before the multiplication by ``weight``
+    too: in bfloat16 it may differ from this by one unit in the last place.)
+
+    Args:
+        x: [..., N].
+        weight: [N], the dtype of ``x``.
+        eps: added to the mean square.
+    """
+    return norm.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add ``x`` to the residual stream and normalise the sum.
+
+    The sum is rounded to the dtype of ``x`` before it is normalised.
+
+    Args:
+        x: [..., N].
+        residual: [..., N].
+        weight: [N].
+        eps: see ``rms_norm``.
+
+    Returns:
+        ``rms_norm(x + residual)`` and ``x + residual``.
+    """
+    return norm.add_rms_norm(x, residual, weight, eps)
+
+
+def rotary(
+    q_THD: Tensor, k_TKD: Tensor, cos_sin_P2D: Tensor, positions_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate q and k by their positions, in the half-rotation convention of transformers.
+
+    Dimension i turns with dimension i + D/2. Computed in float32, rounded once.
+
+    Args:
+        q_THD: queries.
+        k_TKD: keys, the dtype of ``q_THD``.
+        cos_sin_P2D: float32; row p holds the cosines of position p's angles, (c, c), and their
+            signed sines, (-s, s), each half D/2 wide.
+        positions_T: int64, each below P.
+
+    Returns:
+        The rotated q [T, H, D] and k [T, K, D]; they may be views of one tensor.
+    """
+    return rotary_ref.rotary(q_THD, k_TKD, cos_sin_P2D, positions_T)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` for ``gate_up = (gate, up)``.
+
+    Args:
+        gate_up: [..., 2 N], first all of gate, then all of up.
+
+    Returns:
+        [..., N].
+    """
+    return activation.silu_mul(gate_up)
+
+
+def router_topk(logits_TE: Tensor, k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts: softmax over all experts in float32, then the k largest.
+
+    Of equal probabilities the lower expert id goes first. (``torch.topk``, which transformers uses,
+    leaves that open; without ties the choice and its order are the same.)
+
+    Args:
+        logits_TE: router logits, any float dtype.
+        k: experts per token.
+        norm_topk_prob: whether to rescale each token's k weights to sum to 1.
+
+    Returns:
+        Weights, float32 [T, K], and expert ids, int64 [T, K], both by descending weight.
+    """
+    return moe.router_topk(logits_TE, k, norm_topk_prob)
+
+
+def fused_moe(
+    x_TM: Tensor, ids_TK: Tensor, weights_TK: Tensor, w_gate_up_E2IM: Tensor, w_down_EMI: Tensor
+) -> Tensor:
+    """Return the weighted sum of each token's experts, each a SwiGLU MLP.
+
+    Expert outputs have the dtype of ``x_TM``; they are weighted and summed in float32, in the order
+    of ``ids_TK``, and rounded once.
+
+    Args:
+        x_TM: inputs.
+        ids_TK: int64, experts of each token.
+        weights_TK: float32, their weights.
+        w_gate_up_E2IM: [E, 2 I, M], first all of gate, then all of up.
+        w_down_EMI: [E, M, I].
+
+    Returns:
+        [T, M].
+    """
+    return moe.fused_moe(x_TM, ids_TK, weights_TK, w_gate_up_E2IM, w_down_EMI)
+
+
+def write_kv(cache_CKD: Tensor, kv_slots_T: Tensor, x_TKD: Tensor) -> None:
+    """Store each token's keys or values at its cache slot, in place.
+
+    Args:
+        cache_CKD: one layer's pool.
+        kv_slots_T: int64, no slot twice.
+        x_TKD: keys or values, the dtype of the pool.
+    """
+    attention.write_kv(cache_CKD, kv_slots_T, x_TKD)
+
+
+def decode_attention(
+    q_RHD: Tensor,
+    k_cache_CKD: Tensor,
+    v_cache_CKD: Tensor,
+    *,
+    kv_slots_RS: Tensor,
+    bias_R11S: Tensor,
+) -> Tensor:
+    """Attend with one query token a row, over the row's cached tokens, itself included.
+
+    Softmax scale ``D ** -0.5``; H is a multiple of K, and query head h reads KV head ``h // (H / K)``.
+
+    Args:
+        q_RHD: queries.
+        k_cache_CKD: one layer's keys.
+        v_cache_CKD: one layer's values.
+        kv_slots_RS: int64, cache slots of each row's tokens. Shorter rows are padded with slots
+            of their own, never a stranger's: NaN there would pass through a zero weight.
+        bias_R11S: 0 for a token, -inf for padding, the dtype of ``q_RHD``.
+
+    Returns:
+        [R, H, D].
+    """
+    return attention.decode_attention(
+        q_RHD, k_cache_CKD, v_cache_CKD, kv_slots_RS=kv_slots_RS, bias_R11S=bias_R11S
+    )
+
+
+def prefill_attention(
+    q_THD: Tensor, k_cache_CKD: Tensor, v_cache_CKD: Tensor, *, kv_slots_S: Tensor
+) -> Tensor:
+    """Attend causally with the last T of the S cached tokens of one row.
+
+    Scale and heads as in ``decode_attention``.
+
+    Args:
+        q_THD: queries of positions ``S - T .. S - 1``.
+        k_cache_CKD: one layer's keys, the T new ones included.
+        v_cache_CKD: one layer's values.
+        kv_slots_S: int64, cache slots of the row's tokens.
+
+    Returns:
+        [T, H, D].
+    """
+    return attention.prefill_attention(q_THD, k_cache_CKD, v_cache_CKD, kv_slots_S=kv_slots_S)
+
+
+def sample(
+    logits_NV: Tensor,
+    *,
+    temperature_N: Tensor,
+    top_k_N: Tensor,
+    top_p_N: Tensor,
+    min_p_N: Tensor,
+    seed_N: Tensor,
+    position_N: Tensor,
+    sample_index_N: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token a row: the argmax of ``logits / temperature`` plus Gumbel noise.
+
+    Noise is Philox4x32-10 (Salmon et al., SC 2011) keyed by the 64-bit seed, low word first, with
+    counter (token id // 4, position, sample index, 0); token id % 4 picks the word x, and
+    ``u = (x + 0.5) * 2^-32``, ``g = -log(-log1p(-u))`` in float32. So a draw is a pure function of
+    its row. Temperature 0 is greedy. Of equal scores the lower id wins.
+
+    Truncation works on the probabilities at the row's temperature, tokens ordered by probability
+    and then by id: top-k keeps the first k; top-p keeps, of the distribution renormalised over
+    those, the tokens before which less than p has been gathered; min-p drops what is less likely
+    than min_p times the likeliest.
+
+    Args:
+        logits_NV: float32.
+        temperature_N: float32.
+        top_k_N: int64, 0 keeps all.
+        top_p_N: float32.
+        min_p_N: float32.
+        seed_N: int64, the bit pattern of the seed.
+        position_N: int64, the index that the drawn token will have in its sequence.
+        sample_index_N: int64.
+
+    Returns:
+        Token ids, int64 [N]; their log-softmax at the row's temperature (1 for greedy) before
+        truncation, float32 [N]; and a status, int64 [N]: 0 is good, 1 means logits that are not
+        finite, 2 that no token was left. The id of a row whose status is not 0 means nothing, but
+        is a legal id.
+    """
+    return sampling.sample(
+        logits_NV,
+        temperature_N=temperature_N,
+        top_k_N=top_k_N,
+        top_p_N=top_p_N,
+        min_p_N=min_p_N,
+        seed_N=seed_N,
+        position_N=position_N,
+        sample_index_N=sample_index_N,
+    )

@@ -1,0 +1,70 @@
+"""Routing to experts, and the experts' MLPs, in plain torch.
+
+Shape legend: T tokens, E experts, K experts per token, M model dim, I expert inner dim,
+S slots (T * K: one for each token and chosen expert).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dovetail.kernels.ref.activation import silu_mul
+
+
+def router_topk(logits_TE: Tensor, k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
+    """See ``kernels.api.router_topk``."""
+    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    # Not torch.topk: that leaves open which of several equal experts it takes.
+    probs_TE, ids_TE = torch.sort(probs_TE, dim=-1, descending=True, stable=True)
+    weights_TK, ids_TK = probs_TE[:, :k], ids_TE[:, :k]
+    if norm_topk_prob:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return weights_TK, ids_TK
+
+
+def fused_moe(
+    x_TM: Tensor, ids_TK: Tensor, weights_TK: Tensor, w_gate_up_E2IM: Tensor, w_down_EMI: Tensor
+) -> Tensor:
+    """See ``kernels.api.fused_moe``."""
+    num_tokens, k = ids_TK.shape
+    if num_tokens == 1:
+        # One token's experts are all different: no two slots can share a matmul.
+        y_SM = torch.cat(
+            [
+                _expert(x_TM, w_gate_up_E2IM[expert], w_down_EMI[expert])
+                for expert in ids_TK[0].tolist()
+            ]
+        )
+    else:
+        y_SM = _by_expert(x_TM, ids_TK, w_gate_up_E2IM, w_down_EMI)
+    y_TKM = y_SM.view(num_tokens, k, -1).float()
+    return torch.bmm(weights_TK.unsqueeze(1), y_TKM).squeeze(1).to(x_TM.dtype)
+
+
+def _by_expert(
+    x_TM: Tensor, ids_TK: Tensor, w_gate_up_E2IM: Tensor, w_down_EMI: Tensor
+) -> Tensor:
+    """Sort the slots by expert, so that each active expert is one pair of matmuls."""
+    k = ids_TK.shape[1]
+    ids_S = ids_TK.flatten()
+    order_S = ids_S.argsort(stable=True)
+    sorted_x_SM = x_TM[order_S // k]
+    slots_per_expert = torch.bincount(ids_S, minlength=len(w_down_EMI)).tolist()
+
+    sorted_y_SM = torch.empty_like(sorted_x_SM)
+    start = 0
+    for expert, num_slots in enumerate(slots_per_expert):
+        if num_slots:
+            end = start + num_slots
+            sorted_y_SM[start:end] = _expert(
+                sorted_x_SM[start:end], w_gate_up_E2IM[expert], w_down_EMI[expert]
+            )
+            start = end
+
+    y_SM = torch.empty_like(sorted_y_SM)
+    y_SM[order_S] = sorted_y_SM
+    return y_SM
+
+
+def _expert(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    return F.linear(silu_mul(F.linear(x, w_gate_up)), w_down)

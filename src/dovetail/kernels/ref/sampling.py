@@ -1,0 +1,133 @@
+"""The one sampler in plain torch: logits to tokens, logprobs and a status per row.
+
+A draw is the argmax of perturbed scores (the Gumbel-max trick), and the noise is a
+pure function of (seed, position, token): a draw depends neither on the batch nor on
+the order of steps, and anybody can repeat it. Noise: Philox4x32-10 (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+Shape legend: N rows that sample, V vocabulary, B = ceil(V / 4) Philox blocks.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_NUM_ROUNDS = 10
+
+STATUS_OK, STATUS_NON_FINITE, STATUS_EMPTY_SUPPORT = 0, 1, 2
+
+
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the four output words of Philox4x32-10.
+
+    Args:
+        counter: four int64 tensors holding uint32 words, broadcastable.
+        key: two int64 tensors holding uint32 words, broadcastable.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_NUM_ROUNDS):
+        # An int64 product may wrap below zero; shift and mask still read its upper 32 bits.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        high0, high1 = (product0 >> 32) & _MASK32, (product1 >> 32) & _MASK32
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _MASK32, high0 ^ c3 ^ k1, product0 & _MASK32
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK32, (k1 + _KEY_STEPS[1]) & _MASK32
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(
+    seed_N: Tensor, position_N: Tensor, sample_index_N: Tensor, *, vocab_size: int
+) -> Tensor:
+    """Return Gumbel(0, 1) noise for every token of every row.
+
+    The key is the 64-bit seed (low word first), the counter is (token id // 4,
+    absolute position, sample index, 0), the word is token id % 4. A word x becomes
+    u = (x + 0.5) * 2^-32 and g = -log(-log1p(-u)), all in float32; u = 1 gives
+    -inf, which is harmless.
+
+    Args:
+        seed_N: int64, the bit pattern of the seed.
+        position_N: int64, the index that the drawn token will have in its sequence.
+        sample_index_N: int64.
+        vocab_size: V.
+
+    Returns:
+        float32 [N, V].
+    """
+    blocks = torch.arange(-(-vocab_size // 4))
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    words = philox4x32(
+        (blocks[None, :], position_N[:, None], sample_index_N[:, None], zero),
+        (seed_N[:, None] & _MASK32, (seed_N[:, None] >> 32) & _MASK32),
+    )
+    x_NV = torch.stack(words, dim=-1).view(len(seed_N), -1)[:, :vocab_size]
+    u_NV = (x_NV.to(torch.float32) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-u_NV))
+
+
+def support_mask(
+    scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor
+) -> Tensor:
+    """Return which tokens truncation leaves, as bool [N, V].
+
+    Tokens are ordered by probability, equal ones by id. Top-k keeps the first k;
+    top-p keeps, of the distribution renormalised over those, the tokens before which
+    less than p has been gathered (so at least one); min-p drops what is less likely
+    than min_p times the likeliest.
+
+    Args:
+        scaled_NV: float32 logits divided by the temperature.
+        top_k_N: int64, 0 keeps all.
+        top_p_N, min_p_N: float32.
+    """
+    sorted_NV, order_NV = torch.sort(scaled_NV, dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(scaled_NV.shape[1])
+    keep_NV = (rank_V < top_k_N[:, None]) | (top_k_N[:, None] == 0)
+    probs_NV = torch.softmax(sorted_NV.masked_fill(~keep_NV, float("-inf")), dim=-1)
+    before_NV = probs_NV.cumsum(dim=-1) - probs_NV
+    keep_NV &= (before_NV < top_p_N[:, None]) | (top_p_N[:, None] >= 1.0)
+    keep_NV &= probs_NV >= min_p_N[:, None] * probs_NV[:, :1]
+    keep_NV[:, 0] = True
+    return torch.zeros_like(keep_NV).scatter_(1, order_NV, keep_NV)
+
+
+def sample(
+    logits_NV: Tensor,
+    *,
+    temperature_N: Tensor,
+    top_k_N: Tensor,
+    top_p_N: Tensor,
+    min_p_N: Tensor,
+    seed_N: Tensor,
+    position_N: Tensor,
+    sample_index_N: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``kernels.api.sample``."""
+    is_greedy_N = temperature_N == 0
+    scaled_NV = logits_NV / torch.where(is_greedy_N, 1.0, temperature_N)[:, None]
+    log_total_N = torch.logsumexp(scaled_NV, dim=-1)
+    scores_NV = scaled_NV
+    drawn = torch.nonzero(~is_greedy_N).view(-1)
+    if len(drawn):
+        scores_NV = scaled_NV.clone()
+        noise = gumbel_noise(
+            seed_N[drawn],
+            position_N[drawn],
+            sample_index_N[drawn],
+            vocab_size=logits_NV.shape[1],
+        )
+        scores_NV[drawn] += noise
+    truncates_N = ~is_greedy_N & ((top_k_N > 0) | (top_p_N < 1.0) | (min_p_N > 0.0))
+    cut = torch.nonzero(truncates_N).view(-1)
+    if len(cut):
+        support = support_mask(
+            scaled_NV[cut], top_k_N=top_k_N[cut], top_p_N=top_p_N[cut], min_p_N=min_p_N[cut]
+        )
+        scores_NV[cut] = scores_NV[cut].masked_fill(~support, float("-inf"))
+    best_N, ids_N = scores_NV.max(dim=-1)
+    logprobs_N = scaled_NV.gather(1, ids_N[:, None]).view(-1) - log_total_N
+    status_N = torch.where(best_N == float("-inf"), STATUS_EMPTY_SUPPORT, STATUS_OK)
+    status_N = torch.where(torch.isfinite(log_total_N), status_N, STATUS_NON_FINITE)
+    return ids_N, logprobs_N, status_N

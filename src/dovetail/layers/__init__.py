@@ -1,0 +1,1 @@
+"""The building blocks of models: modules that hold parameters and call kernels."""

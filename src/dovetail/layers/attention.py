@@ -1,0 +1,47 @@
+"""The attention layer: projections, norms and rotation around the step's attention.
+
+Owns the parameters. Where keys and values are stored, and who attends to whom, is the business of
+the step's ``StepAttention``, which also applies the softmax scale ``head_dim ** -0.5``.
+
+Shape legend: T tokens, H query heads, K KV heads, D head dim, M model dim.
+"""
+
+from torch import Tensor, nn
+
+from dovetail.attention.backend import ForwardContext
+from dovetail.config.model import ModelConfig
+from dovetail.layers.basic import RmsNorm
+from dovetail.layers.linear import ColumnLinear, RowLinear
+from dovetail.layers.rotary import Rotary
+from dovetail.layers.shard import Placement, divide
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; each rank has an equal share of the heads."""
+
+    def __init__(
+        self, config: ModelConfig, layer_idx: int, rotary: Rotary, *, at: Placement
+    ) -> None:
+        super().__init__()
+        size, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        self.layer_idx = layer_idx
+        self.head_dim = dim
+        self.num_heads = divide(config.num_heads, at.comm.size, "num_heads")
+        self.num_kv_heads = divide(config.num_kv_heads, at.comm.size, "num_kv_heads")
+        self.qkv_proj = ColumnLinear(size, (q_size, kv_size, kv_size), bias=bias, at=at)
+        self.o_proj = RowLinear(q_size, size, bias=bias, at=at)
+        self.q_norm = RmsNorm(dim, config.rms_norm_eps, at=at) if config.qk_norm else None
+        self.k_norm = RmsNorm(dim, config.rms_norm_eps, at=at) if config.qk_norm else None
+        self.rotary = rotary
+
+    def forward(self, ctx: ForwardContext, x_TM: Tensor) -> Tensor:
+        """[T, M] -> [T, M]."""
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        qkv = self.qkv_proj(x_TM).view(-1, sum(heads), self.head_dim)
+        q_THD, k_TKD, v_TKD = qkv.split_with_sizes(heads, dim=1)
+        if self.q_norm and self.k_norm:
+            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        q_THD, k_TKD = self.rotary(q_THD, k_TKD, ctx.positions)
+        out_THD = ctx.attention.attend(self.layer_idx, q_THD, k_TKD, v_TKD)
+        return self.o_proj(out_THD.flatten(1))

@@ -1,0 +1,20 @@
+"""Qwen3-MoE (arXiv 2505.09388): a Qwen3 decoder whose layers may have experts in place of an MLP."""
+
+from torch import nn
+
+from dovetail.config.model import ModelConfig
+from dovetail.layers.basic import Mlp
+from dovetail.layers.moe import SparseMoe
+from dovetail.layers.shard import Placement
+from dovetail.models.decoder import DecoderLM
+
+
+def build_moe(config: ModelConfig, at: Placement) -> DecoderLM:
+    """Build the model with uninitialised parameters."""
+
+    def build_mlp(layer_idx: int) -> nn.Module:
+        if config.moe is not None and layer_idx in config.moe.layer_ids:
+            return SparseMoe(config.moe, config.hidden_size, at=at)
+        return Mlp(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, at=at)
+
+    return DecoderLM(config, build_mlp, at=at)

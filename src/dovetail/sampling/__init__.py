@@ -1,0 +1,1 @@
+"""From logits to tokens, with each sequence's own parameters."""

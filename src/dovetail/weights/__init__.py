@@ -1,0 +1,1 @@
+"""Weights: from a checkpoint on disk into the parameters of a model."""

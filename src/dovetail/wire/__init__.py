@@ -1,0 +1,1 @@
+"""What crosses the engine's border: requests in, token events out, as msgspec structs."""

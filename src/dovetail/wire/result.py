@@ -1,0 +1,67 @@
+"""What leaves the engine: token events, finish reasons, usage.
+
+Owns the shapes only. Text is made from token ids outside the engine loop
+(``dovetail.text.stream``), so none of it appears here.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from dovetail.wire.tensor import TensorEnvelope
+
+
+class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a generation ended.
+
+    Attributes:
+        type: ``stop`` (end-of-sequence id, stop id or stop string), ``length``
+            (``max_new_tokens`` or the context), ``abort`` (asked for by the
+            client) or ``error``.
+        matched: the stop id or stop string that ended it, or None.
+        message: what went wrong, for ``error``.
+    """
+
+    type: Literal["stop", "length", "abort", "error"]
+    matched: int | str | None = None
+    message: str | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of one generation.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        completion_tokens: generated tokens, a matched stop id included.
+        cached_tokens: prompt tokens whose KV came from the prefix cache.
+        num_retractions: how often the sequence lost its memory and was recomputed.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    num_retractions: int = 0
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one request: the tokens committed since its last event.
+
+    Attributes:
+        request_id: the engine's id of the request.
+        token_ids: newly committed ids, in order; may be empty in a last event.
+        logprobs: natural-log probability of each of ``token_ids`` in the forward
+            that sampled it.
+        epochs: weights epoch of the forward that sampled each token.
+        finish: set in the last event of a request, and only there.
+        usage: set with ``finish``.
+        captured: column name -> array over the forwarded positions from 0, for the
+            columns that the request asked to capture; set with ``finish``.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    epochs: tuple[int, ...]
+    finish: FinishReason | None = None
+    usage: Usage | None = None
+    captured: dict[str, TensorEnvelope] | None = None

@@ -1,0 +1,186 @@
+"""The test oracle: a no-cache generator over Hugging Face modules.
+
+Owns what the right tokens, logprobs and expert ids are. It imports nothing of the package under
+test: the rules it repeats are written out a second time in ``noise`` and ``sampling``.
+
+Shape suffixes: T tokens, V vocabulary, L MoE layers, E experts, K experts of a token.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from tests.support.sampling import draw, log_softmax
+
+NUM_MEMORISED = 8192
+
+
+@dataclass(frozen=True)
+class OracleGeneration:
+    """What one request must produce, and how near each token was to another.
+
+    Attributes:
+        prompt_ids: the prompt.
+        temperature: the request's; 0 is greedy.
+        token_ids: the generated ids; a token that ends the generation is included.
+        logprobs: log-softmax of logits / temperature (1 for greedy), before truncation.
+        gaps: best minus second best perturbed score in the support, in logits / temperature;
+            of logits for greedy.
+        border_gaps: the least move of a truncation border that changes the token.
+        router_gaps: the least difference of k-th and (k+1)-th router logit over all MoE layers
+            and all positions the token depends on; inf for dense models.
+        finish: "stop" (a stop or end-of-sequence id) or "length".
+    """
+
+    prompt_ids: tuple[int, ...]
+    temperature: float
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    gaps: tuple[float, ...] = ()
+    border_gaps: tuple[float, ...] = ()
+    router_gaps: tuple[float, ...] = ()
+    finish: str = "length"
+
+
+class Routing(NamedTuple):
+    """The experts of each token in each MoE layer.
+
+    Attributes:
+        expert_ids: int64 ``[T, L, K]``, highest router logit first, ties to the lower id.
+        gaps: float32 ``[T, L]``, K-th minus (K+1)-th router logit: how sure the *set* is.
+        order_gaps: float32 ``[T, L]``, least difference of neighbours among the best K: how sure
+            the *order* is.
+    """
+
+    expert_ids: np.ndarray
+    gaps: np.ndarray
+    order_gaps: np.ndarray
+
+
+class Oracle:
+    """Generates and scores without a cache; remembers every forward and every generation.
+
+    Not for several threads. Share one instance (a session fixture) to profit from its memory.
+    """
+
+    def __init__(
+        self, folder: Path | str, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
+    ):
+        logging.disable_progress_bar()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention
+        ).eval()
+        config = self.model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self.experts_per_token: int = getattr(config, "num_experts_per_tok", 0) or 0
+        self._last = lru_cache(NUM_MEMORISED)(self._last_uncached)
+        self._generate = lru_cache(NUM_MEMORISED)(self._generate_uncached)
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        sample_index: int = 0,
+        stop_token_ids: Sequence[int] = (),
+        eos_ids: Sequence[int] = (),
+    ) -> OracleGeneration:
+        """Generate by the documented rules, one whole forward for each token.
+
+        Stop ids come from the caller alone: nothing is read from ``generation_config.json``.
+        """
+        return self._generate(
+            tuple(prompt_ids),
+            max_new_tokens,
+            frozenset((*stop_token_ids, *eos_ids)),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            sample_index=sample_index,
+        )
+
+    def score(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], temperature: float = 1.0
+    ) -> np.ndarray:
+        """Return the logprob of each output token, float64 ``[len(output_ids)]``, by one forward.
+
+        The same meaning as ``OracleGeneration.logprobs``. A prompt's own logprobs are
+        ``score(prompt_ids[:1], prompt_ids[1:])``.
+        """
+        if not len(output_ids):
+            return np.zeros(0)
+        logits_tv, _ = self._forward((*prompt_ids, *output_ids), num_logits=len(output_ids) + 1)
+        logprobs_tv = log_softmax(logits_tv[:-1] / np.float32(temperature or 1.0))
+        return logprobs_tv[np.arange(len(output_ids)), list(output_ids)]
+
+    def router_ids(self, ids: Sequence[int]) -> Routing:
+        """Return the experts each position's token used as input, by one forward over ``ids``."""
+        _, router_tle = self._forward(tuple(ids), num_logits=1)
+        if router_tle is None:
+            raise ValueError("the model has no MoE layers")
+        k = self.experts_per_token
+        order_tle = np.argsort(-router_tle, axis=-1, kind="stable")
+        best = np.take_along_axis(router_tle, order_tle[..., : k + 1], axis=-1)
+        steps = best[..., :-1] - best[..., 1:]
+        gaps = steps[..., k - 1] if steps.shape[-1] == k else np.full(steps.shape[:-1], np.inf)
+        return Routing(order_tle[..., :k], gaps, steps[..., : k - 1].min(axis=-1, initial=np.inf))
+
+    def last_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Return the logits of the token after ``ids``, float32 ``[V]``; do not write to it."""
+        return self._last(tuple(ids))[0]
+
+    def _generate_uncached(
+        self,
+        prompt_ids: tuple[int, ...],
+        max_new_tokens: int,
+        stop_ids: frozenset[int],
+        **sampling,
+    ) -> OracleGeneration:
+        draws, router_gaps, ids, finish = [], [], prompt_ids, "length"
+        while len(draws) < max_new_tokens and finish == "length":
+            logits_v, router_gap = self._last(ids)
+            draws.append(draw(logits_v, position=len(ids), **sampling))
+            router_gaps.append(router_gap)
+            ids = (*ids, draws[-1].token_id)
+            finish = "stop" if ids[-1] in stop_ids else "length"
+        columns = [tuple(column) for column in zip(*draws, strict=True)] or [()] * 4
+        return OracleGeneration(
+            prompt_ids, sampling["temperature"], *columns, tuple(router_gaps), finish
+        )
+
+    def _last_uncached(self, ids: tuple[int, ...]) -> tuple[np.ndarray, float]:
+        logits_tv, router_tle = self._forward(ids, num_logits=1)
+        k = self.experts_per_token
+        if router_tle is None or router_tle.shape[-1] <= k:
+            return logits_tv[0], math.inf
+        best = -np.partition(-router_tle, (k - 1, k), axis=-1)
+        return logits_tv[0], float((best[..., k - 1] - best[..., k]).min())
+
+    @torch.inference_mode()
+    def _forward(
+        self, ids: tuple[int, ...], num_logits: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return logits of the last positions ``[num_logits, V]`` and router logits ``[T, L, E]``."""
+        router = {"output_router_logits": True} if self.experts_per_token else {}
+        output = self.model(
+            torch.tensor([ids]), use_cache=False, logits_to_keep=num_logits, **router
+        )
+        logits_tv = output.logits[0].float().numpy()
+        if not router:
+            return logits_tv, None
+        return logits_tv, torch.stack(output.router_logits, dim=1).float().numpy()
