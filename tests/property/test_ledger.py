@@ -10,16 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dovetail.cache.groups import PagedGroup
 from dovetail.cache.ledger import Holding, KVLedger
-from dovetail.cache.radix import Node
+from dovetail.cache.radix import Edge, Node
 from dovetail.errors import InvariantError
 
-Prefix = tuple[bytes, tuple[int, ...]]
-"""Namespace and all tokens up to the end of a full page: what the page's KV depends on."""
-
-namespaces = st.sampled_from([b"", b"a"])
-# The tokens of each page are all the same, so that prefixes often meet.
-page_values = st.lists(st.integers(0, 1), max_size=5)
+# The tokens of each page are all the same, and mostly 0, so that prefixes often meet.
+namespaces = st.sampled_from([b"a", b"a", b"a", b""])
+values = st.sampled_from([0, 0, 0, 1])
 which = st.integers(0, 99)
+pages_and_tokens = st.tuples(st.integers(0, 2), st.integers(0, 15))
 
 
 @dataclass(eq=False)
@@ -32,51 +30,55 @@ class Run:
     num_computed: int
     tables: list[list[int]]
     shareable: bool = True
-    published: list[Prefix] = field(default_factory=list)
+    published: list[Edge] = field(default_factory=list)
 
 
-def prefix_of(node: Node) -> Prefix:
+def prefix_of(node: Node) -> Edge:
     """Spell the prefix that ends in a node, from the edges alone."""
-    tokens: tuple[int, ...] = ()
+    prefix: Edge = ()
     while node.parent is not None:
-        above_root = node.parent.parent is None
-        tokens = node.edge[above_root:] + tokens
-        namespace = node.edge[0]
+        prefix = node.edge + prefix
         node = node.parent
-    return namespace, tokens
+    return prefix
 
 
 class LedgerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.runs: list[Run] = []
-        self.known: dict[Prefix, tuple[int, ...]] = {}
-        self.let_go_at: dict[Prefix, int] = {}
+        self.known: dict[Edge, tuple[int, ...]] = {}
+        self.let_go_at: dict[Edge, int] = {}
         self.clock = itertools.count()
         self.num_evictions = 0
 
     @initialize(
         page_size=st.sampled_from([1, 2, 16]),
-        num_pages=st.lists(st.integers(3, 10), min_size=1, max_size=2),
+        num_pages=st.lists(st.integers(6, 14), min_size=1, max_size=2),
     )
     def start(self, page_size: int, num_pages: list[int]):
         self.page_size = page_size
         self.num_pages = num_pages
         groups = tuple(PagedGroup(f"g{index}", page_size) for index in range(len(num_pages)))
         self.ledger = KVLedger(groups, num_pages)
-        self.memory: list[dict[int, Prefix]] = [{} for _ in num_pages]
+        self.memory: list[dict[int, Edge]] = [{} for _ in num_pages]
 
     # -- the naive rules ------------------------------------------------------------
 
-    def prefixes(self, namespace: bytes, tokens: list[int], end: int) -> list[Prefix]:
-        ends = range(self.page_size, min(end, len(tokens)) + 1, self.page_size)
-        return [(namespace, tuple(tokens[:end])) for end in ends]
+    def amount(self, pages_and_tokens: tuple[int, int]) -> int:
+        """So many pages and part of one, in tokens."""
+        pages, tokens = pages_and_tokens
+        return pages * self.page_size + tokens % self.page_size
 
-    def matched(self, namespace: bytes, tokens: list[int], max_cached: int) -> list[Prefix]:
+    def prefixes(self, namespace: bytes, tokens: list[int], end: int) -> list[Edge]:
+        """One prefix for each full page: its KV depends on the namespace and all tokens so far."""
+        ends = range(self.page_size, min(end, len(tokens)) + 1, self.page_size)
+        return [(namespace, *tokens[:end]) for end in ends]
+
+    def matched(self, namespace: bytes, tokens: list[int], max_cached: int) -> list[Edge]:
         prefixes = self.prefixes(namespace, tokens, max_cached)
         return list(itertools.takewhile(self.known.__contains__, prefixes))
 
-    def pinned(self) -> set[Prefix]:
+    def pinned(self) -> set[Edge]:
         return {prefix for run in self.runs for prefix in run.published}
 
     def live_pages(self, group: int) -> set[int]:
@@ -89,14 +91,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def num_missing(self, num_pages: int, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self.page_size) - num_pages)
 
-    def fits(self, num_missing: int, spared: set[Prefix]) -> bool:
+    def fits(self, num_missing: int, spared: set[Edge]) -> bool:
         num_evictable = len(self.known.keys() - self.pinned() - spared)
         free = min(map(self.num_free, range(len(self.num_pages))))
         return num_missing <= free + num_evictable
 
     def evict_oldest(self):
         pinned = self.pinned()
-        parents = {(ns, tokens[: -self.page_size]) for ns, tokens in self.known}
+        parents = {prefix[: -self.page_size] for prefix in self.known}
         leaves = [p for p in self.known if p not in pinned and p not in parents]
         del self.known[min(leaves, key=lambda prefix: self.let_go_at[prefix])]
         self.num_evictions += 1
@@ -130,15 +132,43 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(
         ns=namespaces,
-        values=page_values,
-        num_more=st.integers(0, 15),
-        uncached=st.just(1) | st.integers(-2, 40),
-        ahead=st.integers(-20, 20),
+        page_values=st.lists(values, max_size=3),
+        rest=st.integers(0, 15),
+        uncached=st.just((0, 1)) | pages_and_tokens,
+        room=pages_and_tokens,
+        compute=st.booleans(),
     )
-    def open(self, ns: bytes, values: list[int], num_more: int, uncached: int, ahead: int):
-        tokens = [value for value in values for _ in range(self.page_size)]
-        tokens += [1] * (num_more % self.page_size)
-        max_cached, num_tokens = len(tokens) - uncached, max(0, len(tokens) + ahead)
+    def open(
+        self,
+        ns: bytes,
+        page_values: list[int],
+        rest: int,
+        uncached: tuple[int, int],
+        room: tuple[int, int],
+        compute: bool,
+    ):
+        tokens = [value for value in page_values for _ in range(self.page_size)]
+        tokens += [0] * (rest % self.page_size)
+        self.begin(ns, tokens, self.amount(uncached), self.amount(room), compute)
+
+    @precondition(lambda self: self.runs)
+    @rule(index=which, cached=st.booleans(), room=pages_and_tokens, compute=st.booleans())
+    def fork(self, index: int, cached: bool, room: tuple[int, int], compute: bool):
+        """A second sequence with the tokens of the first: they may compute the same pages."""
+        run = self.runs[index % len(self.runs)]
+        uncached = 1 if cached else len(run.tokens)
+        self.begin(run.namespace, list(run.tokens), uncached, self.amount(room), compute)
+
+    @precondition(lambda self: self.runs)
+    @rule(index=which, compute=st.booleans())
+    def retract(self, index: int, compute: bool):
+        run = self.runs[index % len(self.runs)]
+        self.end(run)
+        self.begin(run.namespace, run.tokens, 1, 1, compute)
+
+    def begin(self, ns: bytes, tokens: list[int], uncached: int, room: int, compute: bool):
+        """Open and extend as admission does; release again if there was too little room."""
+        max_cached, num_tokens = len(tokens) - uncached, len(tokens) + room
         matched = self.matched(ns, tokens, max_cached)
         cached_len = len(matched) * self.page_size
         fits = self.fits(self.num_missing(len(matched), num_tokens), set(matched))
@@ -155,21 +185,25 @@ class LedgerMachine(RuleBasedStateMachine):
         self.extend(run, num_tokens, fits)
         if not fits:
             self.end(run)
+        elif compute:
+            self.compute_and_publish(run, len(tokens))
 
     @precondition(lambda self: self.runs)
-    @rule(index=which, value=st.integers(0, 1), num_more=st.integers(1, 20))
-    def grow(self, index: int, value: int, num_more: int):
+    @rule(index=which, value=values, more=pages_and_tokens)
+    def grow(self, index: int, value: int, more: tuple[int, int]):
         run = self.runs[index % len(self.runs)]
-        num_tokens = len(run.tokens) + num_more
+        num_tokens = len(run.tokens) + self.amount(more)
         fits = self.fits(self.num_missing(len(run.tables[0]), num_tokens), set())
         self.extend(run, num_tokens, fits)
         if fits:
-            run.tokens += [value] * num_more
+            run.tokens += [value] * self.amount(more)
 
     @precondition(lambda self: self.runs)
-    @rule(index=which, most=st.just(999) | st.integers(1, 40))
-    def compute_and_publish(self, index: int, most: int):
-        run = self.runs[index % len(self.runs)]
+    @rule(index=which, most=st.just((9, 0)) | pages_and_tokens)
+    def compute(self, index: int, most: tuple[int, int]):
+        self.compute_and_publish(self.runs[index % len(self.runs)], self.amount(most))
+
+    def compute_and_publish(self, run: Run, most: int):
         capacity = len(run.tables[0]) * self.page_size
         first = run.num_computed // self.page_size
         run.num_computed = min(len(run.tokens), capacity, run.num_computed + most)
@@ -199,6 +233,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def release(self, index: int):
         self.end(self.runs[index % len(self.runs)])
 
+    @precondition(lambda self: len(self.known) > 3)
     @rule()
     def flush(self):
         self.ledger.flush()
@@ -245,5 +280,5 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.stats().free == sum(self.num_pages)
 
 
-LedgerMachine.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=40)
+LedgerMachine.TestCase.settings = settings(deadline=None, max_examples=250, stateful_step_count=50)
 TestKVLedger = LedgerMachine.TestCase

@@ -7,32 +7,28 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dovetail.cache.radix import Node, RadixTree
+from dovetail.cache.radix import Edge, Node, RadixTree
 from dovetail.errors import InvariantError
-
-Prefix = tuple[bytes, tuple[int, ...]]
 
 namespaces = st.sampled_from([b"", b"a"])
 # The tokens of each page are all the same, so that prefixes often meet.
 page_values = st.lists(st.integers(0, 1), max_size=5)
 
 
-def prefix_of(node: Node) -> Prefix:
+def prefix_of(node: Node) -> Edge:
     """Spell the prefix that ends in a node, from the edges alone."""
-    tokens: tuple[int, ...] = ()
+    prefix: Edge = ()
     while node.parent is not None:
-        above_root = node.parent.parent is None
-        tokens = node.edge[above_root:] + tokens
-        namespace = node.edge[0]
+        prefix = node.edge + prefix
         node = node.parent
-    return namespace, tokens
+    return prefix
 
 
 class TreeMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.known: dict[Prefix, tuple[int, ...]] = {}
-        self.let_go_at: dict[Prefix, int] = {}
+        self.known: dict[Edge, tuple[int, ...]] = {}
+        self.let_go_at: dict[Edge, int] = {}
         self.held: list[list[Node]] = []
         self.clock = itertools.count()
         self.fresh_page = itertools.count()
@@ -46,12 +42,13 @@ class TreeMachine(RuleBasedStateMachine):
         tokens = [value for value in values for _ in range(self.page_size)]
         return tokens + [1] * (num_more % self.page_size)
 
-    def prefixes(self, namespace: bytes, tokens: list[int]) -> list[Prefix]:
+    def prefixes(self, namespace: bytes, tokens: list[int]) -> list[Edge]:
+        """One prefix for each full page."""
         size = self.page_size
         ends = range(size, len(tokens) + 1, size)
-        return [(namespace, tuple(tokens[:end])) for end in ends]
+        return [(namespace, *tokens[:end]) for end in ends]
 
-    def held_prefixes(self) -> set[Prefix]:
+    def held_prefixes(self) -> set[Edge]:
         return {prefix_of(node) for path in self.held for node in path}
 
     @rule(ns=namespaces, values=page_values, num_more=st.integers(0, 15), limit=st.integers(-1, 6))
@@ -86,7 +83,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def evict(self):
         held = self.held_prefixes()
-        parents = {(ns, tokens[: -self.page_size]) for ns, tokens in self.known}
+        parents = {prefix[: -self.page_size] for prefix in self.known}
         leaves = [p for p in self.known if p not in held and p not in parents]
         if not leaves:
             assert self.tree.num_evictable == 0
@@ -96,6 +93,7 @@ class TreeMachine(RuleBasedStateMachine):
         oldest = min(leaves, key=lambda prefix: self.let_go_at[prefix])
         assert self.tree.evict().pages == self.known.pop(oldest)
 
+    @precondition(lambda self: len(self.known) > 4)
     @rule()
     def reset(self):
         pages = sorted(node.pages for node in self.tree.reset())

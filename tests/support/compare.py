@@ -10,8 +10,11 @@ import numpy as np
 
 from tests.support.oracle import OracleGeneration, Routing
 
+# Measured on the random models here: logits of one token differ by up to 1e-5 between batch shapes
+# and attention kernels of one library, router logits by up to 5e-6. A gap has twice that, and two
+# programs have more.
 SCORE_NOISE = 1e-4
-ROUTER_NOISE = 1e-5
+ROUTER_NOISE = 3e-5
 
 
 def assert_same_tokens(

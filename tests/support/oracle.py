@@ -175,7 +175,7 @@ class Oracle:
     def _forward(
         self, ids: tuple[int, ...], num_logits: int
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return logits of the last positions ``[num_logits, V]`` and router logits ``[T, L, E]``."""
+        """Return the last positions' logits ``[num_logits, V]`` and router logits ``[T, L, E]``."""
         router = {"output_router_logits": True} if self.experts_per_token else {}
         output = self.model(
             torch.tensor([ids]), use_cache=False, logits_to_keep=num_logits, **router

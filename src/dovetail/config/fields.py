@@ -7,7 +7,7 @@ an error that names the field. Must not know what any field means.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -30,7 +30,7 @@ def read_json(file: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(value, dict):
         raise ConfigError("model", f"{file} must hold a JSON object, not {type(value).__name__}")
-    return value
+    return cast(dict[str, Any], value)
 
 
 class Fields:
@@ -51,7 +51,7 @@ class Fields:
             value = {}
         if not isinstance(value, dict):
             raise self._error(name, "an object", value)
-        return Fields(value, prefix=f"{self._prefix}{name}.")
+        return Fields(cast(dict[str, Any], value), prefix=f"{self._prefix}{name}.")
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """Return a positive integer. Several names are spellings: the first one present counts."""
@@ -77,10 +77,21 @@ class Fields:
             raise self._error(name, "true or false", value)
         return value
 
+    def items(self, name: str) -> list[Any]:
+        """Return a list, empty if it is absent or null."""
+        value = self.raw.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self._error(name, "a list", value)
+        return cast(list[Any], value)
+
     def token_ids(self, name: str, default: int | None) -> tuple[int, ...]:
         """Return token ids spelled as an integer, a list of integers, or null for none."""
         value = self.raw.get(name, default)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if value is None:
+            return ()
+        ids = cast(list[Any], value) if isinstance(value, list) else [value]
         if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
             raise self._error(name, "a token id or a list of token ids", value)
         return tuple(ids)

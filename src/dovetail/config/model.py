@@ -173,9 +173,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _architecture(fields: Fields, config_file: Path) -> str:
-    names = fields.raw.get("architectures")
+    names = fields.items("architectures")
     supported = ", ".join(SUPPORTED_ARCHITECTURES)
-    if not isinstance(names, list) or not names:
+    if not names:
         raise ConfigError(
             "model", f"{config_file} names no architectures; supported are {supported}"
         )
@@ -191,8 +191,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     raw = fields.raw
     if fields.flag("use_sliding_window", default=False):
         raise ConfigError("use_sliding_window", "sliding-window attention is not supported")
-    layer_types = raw.get("layer_types") or []
-    others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    others = sorted({str(kind) for kind in fields.items("layer_types")} - {"full_attention"})
     if others:
         raise ConfigError(
             "layer_types", f"only full_attention is supported, not {', '.join(others)}"
@@ -287,10 +286,10 @@ def _eos_token_ids(fields: Fields, folder: Path, default: int | None) -> tuple[i
 
 
 def _moe(fields: Fields, num_layers: int) -> MoeConfig | None:
-    """Layer i is sparse if ``(i + 1) % decoder_sparse_step == 0`` and it is not excepted by name."""
+    """Layer i has experts if ``(i + 1) % decoder_sparse_step == 0`` and it is not excepted."""
     step = fields.integer("decoder_sparse_step", default=1)
-    dense = fields.raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+    dense = fields.items("mlp_only_layers")
+    if not all(type(i) is int for i in dense):
         raise ConfigError("mlp_only_layers", f"must be a list of layer indices, not {dense!r}")
     layer_ids = tuple(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense)
     if not layer_ids:

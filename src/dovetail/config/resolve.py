@@ -60,7 +60,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
     reasons["depth"] = "default: overlap" if options.depth is None else "given"
     chunk_size = context_len if options.chunk_size == -1 else options.chunk_size
     reasons["chunk_size"] = (
-        "given as -1: a whole context" if options.chunk_size == -1 else _given(options, "chunk_size")
+        "given as -1: a whole context"
+        if options.chunk_size == -1
+        else _given(options, "chunk_size")
     )
     reasons["max_step_tokens"] = "chunk_size + max_running: a chunk beside a full decode batch"
     for name in ("device", "page_size", "max_running", "prefix_cache", "lanes"):
@@ -93,7 +95,9 @@ def options_from(values: dict[str, object]) -> EngineOptions:
     known = set(EngineOptions.__struct_fields__)
     for name in values:
         if name not in known:
-            raise ConfigError(name, f"is no engine option; the options are {', '.join(sorted(known))}")
+            raise ConfigError(
+                name, f"is no engine option; the options are {', '.join(sorted(known))}"
+            )
     try:
         return msgspec.convert(values, EngineOptions)
     except msgspec.ValidationError as error:
@@ -118,12 +122,12 @@ def _check_ranges(options: EngineOptions) -> None:
         if value is not None and not low <= value <= high:
             raise ConfigError(name, f"is {value}; the legal range is {low} to {high}")
     if options.chunk_size != -1 and options.chunk_size < 1:
-        raise ConfigError("chunk_size", f"is {options.chunk_size}; give at least 1, or -1 for no limit")
+        raise ConfigError(
+            "chunk_size", f"is {options.chunk_size}; give at least 1, or -1 for no limit"
+        )
 
 
-def _decide_dtype(
-    options: EngineOptions, model: ModelConfig, reasons: dict[str, str]
-) -> DTypeName:
+def _decide_dtype(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> DTypeName:
     if options.dtype != "auto":
         reasons["dtype"] = "given"
         return options.dtype
@@ -131,9 +135,7 @@ def _decide_dtype(
     return "float32"
 
 
-def _decide_context_len(
-    options: EngineOptions, model: ModelConfig, reasons: dict[str, str]
-) -> int:
+def _decide_context_len(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> int:
     longest = model.max_position_embeddings
     if options.context_len is None:
         reasons["context_len"] = "the model's max_position_embeddings"
@@ -147,14 +149,14 @@ def _decide_context_len(
     return options.context_len
 
 
-def _decide_num_threads(
-    options: EngineOptions, model: ModelConfig, reasons: dict[str, str]
-) -> int:
+def _decide_num_threads(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> int:
     if options.num_threads is not None:
         reasons["num_threads"] = "given"
         return options.num_threads
     if model.hidden_size < 1024:
-        reasons["num_threads"] = "default: for a narrow model, handing work out costs more than it saves"
+        reasons["num_threads"] = (
+            "default: for a narrow model, handing work out costs more than it saves"
+        )
         return 1
     reasons["num_threads"] = "default: one a core"
     return os.cpu_count() or 1

@@ -13,6 +13,7 @@ from dovetail.errors import RequestError
 from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.request import (
+    GenerateBody,
     Limits,
     Request,
     SamplingParams,
@@ -22,6 +23,23 @@ from dovetail.wire.request import (
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages with role and content."""
+
+
+def prompt_of(body: GenerateBody) -> Prompt:
+    """Return the one prompt of a request body.
+
+    Raises:
+        RequestError: none or several are given.
+    """
+    given = {
+        name: value
+        for name in ("text", "input_ids", "messages")
+        if (value := getattr(body, name)) is not None
+    }
+    if len(given) != 1:
+        names = " and ".join(given) or "none"
+        raise RequestError("prompt", f"give one of text, input_ids and messages; there is {names}")
+    return next(iter(given.values()))
 
 
 class RequestMaker:

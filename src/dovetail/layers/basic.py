@@ -25,8 +25,10 @@ class RmsNorm(nn.Module):
         """Normalise ``x``."""
         return kernels.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalised sum, and the sum."""
+    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalised sum, and the sum; ``x`` None stands for zero."""
+        if x is None:
+            return self(residual), residual
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
 

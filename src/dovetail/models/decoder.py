@@ -62,10 +62,12 @@ class Decoder(nn.Module):
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Return hidden states [T, M]."""
-        delta_TM, residual_TM = None, self.embed_tokens(ctx.token_ids)
+        delta_TM: Tensor | None = None
+        residual_TM = self.embed_tokens(ctx.token_ids)
         for layer in self.layers:
             delta_TM, residual_TM = layer(ctx, delta_TM, residual_TM)
-        return self.norm.add(delta_TM, residual_TM)[0]
+        hidden_TM, _ = self.norm.add(delta_TM, residual_TM)
+        return hidden_TM
 
 
 class DecoderLayer(nn.Module):
@@ -88,10 +90,7 @@ class DecoderLayer(nn.Module):
         self, ctx: ForwardContext, delta_TM: Tensor | None, residual_TM: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return (delta, residual); ``delta_TM`` is None in the first layer."""
-        if delta_TM is None:
-            x_TM = self.input_layernorm(residual_TM)
-        else:
-            x_TM, residual_TM = self.input_layernorm.add(delta_TM, residual_TM)
+        x_TM, residual_TM = self.input_layernorm.add(delta_TM, residual_TM)
         x_TM = self.self_attn(ctx, x_TM)
         x_TM, residual_TM = self.post_attention_layernorm.add(x_TM, residual_TM)
         return self.mlp(x_TM), residual_TM

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388): a Qwen3 decoder whose layers may have experts in place of an MLP."""
+"""Qwen3-MoE (arXiv 2505.09388): a Qwen3 decoder with experts in place of some or all MLPs."""
 
 from torch import nn
 

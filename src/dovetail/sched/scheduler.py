@@ -221,17 +221,15 @@ class Scheduler:
         """
         assert sequence.holding is not None
         while not self._ledger.extend(sequence.holding, num_tokens):
-            if self._leaving:
-                return False
-            victim = self._running.youngest
-            assert victim is not None
-            self._retract(victim)
-            if victim is sequence:
+            if self._leaving or self.retract_youngest() is sequence:
                 return False
         return True
 
-    def _retract(self, sequence: Sequence) -> None:
-        """Take a running sequence's memory; its record stays and it will go on later."""
+    def retract_youngest(self) -> Sequence | None:
+        """Take the youngest running sequence's memory; its record stays and it goes on later."""
+        sequence = self._running.youngest
+        if sequence is None:
+            return None
         self._running.remove(sequence)
         sequence.state = SequenceState.RETRACTING
         sequence.num_retractions += 1
@@ -239,6 +237,7 @@ class Scheduler:
             self._requeue(sequence)
         else:
             self._leaving[sequence.request.request_id] = sequence
+        return sequence
 
     def _requeue(self, sequence: Sequence) -> None:
         self._give_up_memory(sequence)

@@ -157,7 +157,7 @@ class Detokenizer:
 
     def _end_of_text(self, reason: FinishReason) -> int:
         """Return the offset in ``_held`` where the text ends."""
-        if reason.type != "stop" or reason.matched is None:
+        if reason.matched is None:
             return len(self._held)
         keep_stop = self._sampling.no_stop_trim
         if isinstance(reason.matched, str):

@@ -280,14 +280,12 @@ def test_the_tokenizers_own_eos_is_known(byte_level) -> None:
     assert "".join(streamed(tokenizer, [97, 257], SamplingParams(), finish)) == "a"
 
 
-@pytest.mark.parametrize("matched", ["zz", 5])
+@pytest.mark.parametrize("matched", ["zz", "yy", 5])
 def test_a_stop_that_did_not_happen_is_a_bug(byte_level, matched: int | str) -> None:
-    with pytest.raises(InvariantError):
+    sampling = SamplingParams(stop=("yy", "bc"), stop_token_ids=(5, 99))
+    with pytest.raises(InvariantError, match="the last token"):
         generation_text(
-            byte_level(),
-            list(b"abc"),
-            SamplingParams(stop="zz"),
-            FinishReason(type="stop", matched=matched),
+            byte_level(), list(b"abc"), sampling, FinishReason(type="stop", matched=matched)
         )
 
 

@@ -103,6 +103,7 @@ def test_named_special_tokens(tiny: Tokenizer, tmp_path: Path) -> None:
             "eos_token": {"content": "<|im_end|>", "lstrip": False},
             "pad_token": None,
             "add_bos_token": True,
+            "tokenizer_class": "AnyFast",
         },
         special_tokens_map={"bos_token": {"content": "<|im_start|>"}, "eos_token": "wrong"},
     )

@@ -41,9 +41,7 @@ def fused_moe(
     return torch.bmm(weights_TK.unsqueeze(1), y_TKM).squeeze(1).to(x_TM.dtype)
 
 
-def _by_expert(
-    x_TM: Tensor, ids_TK: Tensor, w_gate_up_E2IM: Tensor, w_down_EMI: Tensor
-) -> Tensor:
+def _by_expert(x_TM: Tensor, ids_TK: Tensor, w_gate_up_E2IM: Tensor, w_down_EMI: Tensor) -> Tensor:
     """Sort the slots by expert, so that each active expert is one pair of matmuls."""
     k = ids_TK.shape[1]
     ids_S = ids_TK.flatten()

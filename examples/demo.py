@@ -1,0 +1,102 @@
+"""A tour of the engine in a minute, with the model that the package carries.
+
+    python examples/demo.py [--depth N] [--lanes threaded]
+
+1. Text streams from a mixture-of-experts model through scheduler, paged KV and overlap loop.
+2. A second request shares its beginning: the prefix cache serves it. Its ids and logprobs are shown.
+3. The first half of an answer is sent back with the same seed: the same second half comes out.
+"""
+
+import argparse
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+import dovetail
+
+PROMPT = "ROMEO\nI dreamt a dream tonight\nMERCUTIO\nAnd so did I\nROMEO\nWell what was yours\nMERCUTIO\n"
+FOLLOW_UP = "That dreamers often lie\nROMEO\n"
+SEED = 7
+
+
+def main() -> None:
+    """Run the tour."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--depth", type=int, default=1, help="steps in flight (default: 1)")
+    parser.add_argument("--lanes", default="inline", choices=["inline", "threaded"])
+    args = parser.parse_args()
+    console = Console(highlight=False)
+    with dovetail.Engine(depth=args.depth, lanes=args.lanes) as engine:
+        show_engine(console, engine)
+        stream_text(console, engine)
+        show_prefix_hit(console, engine)
+        continue_from_the_middle(console, engine)
+    console.print("\nNext: [bold].venv/bin/dovetail generate --help[/bold], docs/step.md")
+
+
+def show_engine(console: Console, engine: dovetail.Engine) -> None:
+    """Say what is running."""
+    config, model = engine.config, engine.config.model
+    experts = model.moe
+    console.rule("the engine")
+    console.print(
+        f"{model.architecture}: {model.num_layers} layers, width {model.hidden_size}, "
+        + (f"{experts.num_experts} experts, {experts.num_experts_per_tok} a token" if experts else "")
+    )
+    console.print(
+        f"{config.device}, {config.dtype}, {config.num_pages} KV pages of {config.page_size} tokens, "
+        f"overlap depth {config.depth}"
+    )
+
+
+def stream_text(console: Console, engine: dovetail.Engine) -> None:
+    """Stream one answer."""
+    console.rule("1. text streams")
+    console.print(f"[dim]{PROMPT}[/dim]", end="")
+    params = dovetail.SamplingParams(max_new_tokens=96, temperature=0.8, top_p=0.95, sampling_seed=SEED)
+    usage = None
+    for event in engine.stream(PROMPT, params):
+        console.print(event.text, end="", markup=False, soft_wrap=True)
+        usage = event.usage or usage
+    console.print(f"\n[dim]{usage}[/dim]")
+
+
+def show_prefix_hit(console: Console, engine: dovetail.Engine) -> None:
+    """Send a prompt that begins like the last one, and show its tokens one by one."""
+    console.rule("2. a second request with the same beginning")
+    params = dovetail.SamplingParams(max_new_tokens=12, temperature=0.0)
+    [generation] = engine.generate(PROMPT + FOLLOW_UP, params)
+    usage = generation.usage
+    console.print(
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens came from the prefix cache"
+    )
+    table = Table("position", "id", "token", "logprob", "probability")
+    position = len(generation.prompt_token_ids)
+    for token_id, logprob in zip(generation.token_ids, generation.logprobs, strict=True):
+        text = engine.tokenizer.decode([token_id])
+        table.add_row(
+            str(position), str(token_id), repr(text), f"{logprob:.4f}", f"{math.exp(logprob):.1%}"
+        )
+        position += 1
+    console.print(table)
+
+
+def continue_from_the_middle(console: Console, engine: dovetail.Engine) -> None:
+    """Resend a prompt with half of its answer: noise is keyed by position, so it goes on alike."""
+    console.rule("3. the same seed continues the same tokens")
+    params = dovetail.SamplingParams(max_new_tokens=24, sampling_seed=SEED)
+    [whole] = engine.generate(PROMPT, params)
+    half = whole.token_ids[:12]
+    params = dovetail.SamplingParams(
+        max_new_tokens=len(whole.token_ids) - len(half), sampling_seed=SEED
+    )
+    [rest] = engine.generate(list(whole.prompt_token_ids + half), params)
+    verdict = "equal" if half + rest.token_ids == whole.token_ids else "DIFFERENT"
+    console.print(f"at once      {list(whole.token_ids)}")
+    console.print(f"in two parts {list(half)} + {list(rest.token_ids)}")
+    console.print(f"token ids are [bold]{verdict}[/bold]")
+
+
+if __name__ == "__main__":
+    main()
