@@ -49,7 +49,9 @@ def add_generate_command(commands: "argparse._SubParsersAction[argparse.Argument
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text; - reads standard input")
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the text; - reads standard input"
+    )
     parser.add_argument("--chat", action="store_true", help="PROMPT is a chat message; none: talk")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help="one request a line")
     parser.add_argument("--json", action="store_true", help="print ids and logprobs as JSON lines")
@@ -65,7 +67,9 @@ def _run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     if args.prompts is not None:
         if args.prompt is not None or args.chat:
-            raise RequestError("--prompts", "goes without PROMPT and --chat; put chats into the file")
+            raise RequestError(
+                "--prompts", "goes without PROMPT and --chat; put chats into the file"
+            )
         bodies = read_bodies(Path(args.prompts), params)
         with _engine(args) as engine:
             return _run_file(engine, bodies, args)

@@ -14,7 +14,8 @@ EXIT_INTERRUPTED = 130
 def build_parser() -> argparse.ArgumentParser:
     """Return the whole command line."""
     parser = argparse.ArgumentParser(
-        prog="dovetail", description="An LLM rollout and serving engine whose tokens can be replayed."
+        prog="dovetail",
+        description="An LLM rollout and serving engine whose tokens can be replayed.",
     )
     parser.add_argument("--version", action="version", version=f"dovetail {dovetail.__version__}")
     parser.add_argument(

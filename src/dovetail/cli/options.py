@@ -5,7 +5,9 @@ from typing import Any
 
 from dovetail.wire.request import SamplingParams
 
-_UNSET = argparse.SUPPRESS  # a flag that is not given leaves no trace, so defaults live in one place
+_UNSET = (
+    argparse.SUPPRESS
+)  # a flag that is not given leaves no trace, so defaults live in one place
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

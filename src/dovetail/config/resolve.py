@@ -15,9 +15,11 @@ from dovetail.errors import ConfigError
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny-moe"
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
-_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+_UNITS = {
+    **{"": 1, "B": 1},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
+}
 
 
 def parse_bytes(field: str, value: int | str) -> int:

@@ -89,9 +89,7 @@ class Engine:
         self._requests = RequestMaker(
             self.tokenizer,
             ChatTemplate.from_folder(Path(self.config.model_folder), self.tokenizer),
-            Limits(
-                vocab_size=self.config.model.vocab_size, context_len=self.config.context_len
-            ),
+            Limits(vocab_size=self.config.model.vocab_size, context_len=self.config.context_len),
             capture_columns=CAPTURE_COLUMNS,
         )
         self.ledger = KVLedger(
@@ -143,7 +141,7 @@ class Engine:
         """
         requests = self._requests.make_all(prompts, sampling_params, capture=capture)
         news: queue.SimpleQueue[tuple[int, TokenEvent | EngineError]] = queue.SimpleQueue()
-        decoders = [StreamDecoder(request, self.tokenizer) for request in requests]
+        decoders = [self._decoder(request) for request in requests]
         parts: list[list[StreamEvent]] = [[] for _ in requests]
         done: dict[int, Generation] = {}
         try:
@@ -192,7 +190,7 @@ class Engine:
     def _read_stream(
         self, request: Request, news: "queue.SimpleQueue[TokenEvent | EngineError]"
     ) -> Iterator[StreamEvent]:
-        decoder, is_done = StreamDecoder(request, self.tokenizer), False
+        decoder, is_done = self._decoder(request), False
         try:
             while not is_done:
                 event = _checked(news.get())
@@ -221,7 +219,7 @@ class Engine:
                 loop.call_soon_threadsafe(news.put_nowait, event)
 
         self._start(request, deliver)
-        decoder, is_done = StreamDecoder(request, self.tokenizer), False
+        decoder, is_done = self._decoder(request), False
         try:
             while not is_done:
                 event = _checked(await news.get())
@@ -265,6 +263,9 @@ class Engine:
     def _start(self, request: Request, deliver: Deliver) -> None:
         self._outbox.open(request.request_id, deliver)
         self._inbox.put(Admit(request))
+
+    def _decoder(self, request: Request) -> StreamDecoder:
+        return StreamDecoder(request, self.tokenizer, eos_token_ids=self.config.model.eos_token_ids)
 
     def _abandon(self, requests: list[Request]) -> None:
         for request in requests:

@@ -37,7 +37,7 @@ class StreamEvent:
     weight_versions: tuple[int, ...]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    captured: dict[str, NDArray[np.generic]] = field(default_factory=dict)
+    captured: dict[str, NDArray[np.generic]] = field(default_factory=dict[str, NDArray[np.generic]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,10 @@ class Generation:
 class StreamDecoder:
     """Turns one request's token events into stream events."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        self._detokenizer = Detokenizer(tokenizer, request.sampling)
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, *, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, request.sampling, eos_token_ids=eos_token_ids)
 
     def decode(self, event: TokenEvent) -> StreamEvent:
         """Return the event with the text that it makes certain."""

@@ -81,7 +81,9 @@ class RequestMaker:
         for name in capture:
             if name not in self._capture_columns:
                 known = ", ".join(sorted(self._capture_columns))
-                raise RequestError("capture", f"{name!r} is no column of this engine; it has {known}")
+                raise RequestError(
+                    "capture", f"{name!r} is no column of this engine; it has {known}"
+                )
         seed = sampling.sampling_seed
         return Request(
             request_id=next(self._ids),
@@ -133,7 +135,9 @@ class RequestMaker:
 
     def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
         if self._chat_template is None:
-            raise RequestError("messages", "this model has no chat template; give text or input_ids")
+            raise RequestError(
+                "messages", "this model has no chat template; give text or input_ids"
+            )
         text = self._chat_template.render([dict(message) for message in messages])
         # The template writes the special tokens itself, so none are added here.
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -147,7 +151,9 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         try:
             prompts = list(prompts)  # type: ignore[arg-type]  # arrays of ids, generators
         except TypeError:
-            raise RequestError("prompts", "must be text, token ids, chat messages or a list") from None
+            raise RequestError(
+                "prompts", "must be text, token ids, chat messages or a list"
+            ) from None
     if not prompts:
         raise RequestError("prompts", "the list of prompts is empty")
     is_one = all(not isinstance(item, (str, Sequence)) for item in prompts)

@@ -121,9 +121,9 @@ class Executor:
         for item in slices:
             readout = item.readout
             check_handles([readout.slot], [readout.generation], self._state)
-            slots = sequence_slots(
-                self._state, readout.slot, readout.end, self._config.page_size
-            )[readout.start :]
+            slots = sequence_slots(self._state, readout.slot, readout.end, self._config.page_size)[
+                readout.start :
+            ]
             values = self._kv.sidecars[item.column][torch.from_numpy(slots)]
             target = payload.device[item.offset : item.offset + item.num_bytes]
             target.copy_(values.view(torch.uint8).view(-1))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.errors import InvariantError
 from dovetail.exec.pending import PendingStep
@@ -50,7 +51,7 @@ class FakeExecutor:
             plan.slot_writes.slot.tolist(), plan.slot_writes.generation.tolist(), strict=True
         ):
             self._slots[slot] = _Slot(generation)
-        readouts = tuple(
+        readouts: tuple[dict[str, NDArray[np.generic]], ...] = tuple(
             {
                 column: np.array(
                     self._tenant(readout.slot, readout.generation)[readout.start : readout.end],

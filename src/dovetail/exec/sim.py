@@ -89,12 +89,17 @@ class SimDevice:
     Invariants, checked at every submission: the copy lane never touches engine
     state; only the compute lane writes it. Blocks that a ring takes back are
     filled with junk, so that a late reader or writer shows.
+
+    The seed also chooses a temper: how much work runs at a submission, from none until
+    somebody waits to all of it, and which lane tends to get ahead of the other.
     """
 
     torch_device = torch.device("cpu")
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
+        self._eagerness = self._random.choice((0.0, 0.3, 0.6, 0.9))
+        self._compute_first = self._random.choice((0.15, 0.5, 0.85))
         self._lanes = (SimLane(self, "compute"), SimLane(self, "copy"))
         self._state_addresses: set[int] = set()
         self.compute: Lane = self._lanes[0]
@@ -124,7 +129,7 @@ class SimDevice:
 
     def run_some(self) -> None:
         """Run a random number of items."""
-        while self._random.random() < 0.4 and self.run_one():
+        while self._random.random() < self._eagerness and self.run_one():
             pass
 
     def run_one(self) -> bool:
@@ -132,7 +137,8 @@ class SimDevice:
         ready = [lane for lane in self._lanes if lane.is_ready]
         if not ready:
             return False
-        self._random.choice(ready).run_head()
+        is_compute_first = self._random.random() < self._compute_first
+        ready[0 if is_compute_first else -1].run_head()
         return True
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ def decode_attention(
 ) -> Tensor:
     """Attend with one query token a row, over the row's cached tokens, itself included.
 
-    Softmax scale ``D ** -0.5``; H is a multiple of K, and query head h reads KV head ``h // (H / K)``.
+    Softmax scale ``D ** -0.5``; query head h reads KV head ``h // (H / K)``.
 
     Args:
         q_RHD: queries.

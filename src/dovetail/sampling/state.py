@@ -9,6 +9,15 @@ from torch import Tensor
 
 from dovetail.kernels import api
 
+_DTYPES = {
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seed": torch.int64,
+    "sample_index": torch.int64,
+}
+
 
 class SamplingColumns:
     """Sampling parameters by slot.
@@ -17,19 +26,10 @@ class SamplingColumns:
         columns: name -> [num_slots]; the names are those of ``kernels.api.sample``.
     """
 
-    DTYPES = {
-        "temperature": torch.float32,
-        "top_k": torch.int64,
-        "top_p": torch.float32,
-        "min_p": torch.float32,
-        "seed": torch.int64,
-        "sample_index": torch.int64,
-    }
-
     def __init__(self, num_slots: int, *, device: torch.device) -> None:
         self.columns = {
             name: torch.zeros(num_slots, dtype=dtype, device=device)
-            for name, dtype in self.DTYPES.items()
+            for name, dtype in _DTYPES.items()
         }
 
     def write(self, slots_N: Tensor, values: dict[str, Tensor]) -> None:

@@ -319,7 +319,7 @@ class Scheduler:
         return self._settle(sequence)
 
     def _settle(self, sequence: Sequence) -> list[TokenEvent]:
-        """Return the sequence's news; let go of its memory if it leaves and nothing is in flight."""
+        """Return the sequence's news; let go of its memory if it leaves with nothing in flight."""
         if sequence.state is not SequenceState.RUNNING and sequence.num_inflight == 0:
             if sequence.state is SequenceState.RETRACTING:
                 del self._leaving[sequence.request.request_id]

@@ -37,9 +37,9 @@ class TokenRecord:
         epochs: weights epoch of that forward.
     """
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    epochs: list[int] = field(default_factory=list[int])
 
     def append(self, token_id: int, logprob: float, epoch: int) -> None:
         """Commit one token, all columns together."""

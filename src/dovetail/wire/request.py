@@ -7,7 +7,8 @@ Field names follow SGLang's native ``/generate`` dialect.
 """
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
 
 import msgspec
 
@@ -123,7 +124,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     context_len: int
 
 
-def validated_prompt(prompt_token_ids: object, limits: Limits) -> tuple[int, ...]:
+def validated_prompt(prompt_token_ids: Iterable[SupportsIndex], limits: Limits) -> tuple[int, ...]:
     """Return the prompt as a tuple of plain ints.
 
     Raises:
@@ -134,7 +135,7 @@ def validated_prompt(prompt_token_ids: object, limits: Limits) -> tuple[int, ...
     if isinstance(prompt_token_ids, (str, bytes)) or not hasattr(prompt_token_ids, "__iter__"):
         raise RequestError(field, "must be a list of token ids")
     ids: list[int] = []
-    for index, value in enumerate(prompt_token_ids):  # type: ignore[attr-defined]
+    for index, value in enumerate(prompt_token_ids):
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise RequestError(field, f"item {index} is {value!r}, not an integer token id")
         token_id = value.__index__()
@@ -163,8 +164,6 @@ def validated_sampling(
         RequestError: a value is of the wrong type, not finite or out of range;
             the message names the field and the legal range.
     """
-    if not isinstance(sampling, SamplingParams):
-        raise RequestError("sampling_params", "must be a dovetail.SamplingParams")
     try:
         # msgspec checks types only when it decodes, so what Python code built is decoded once.
         sampling = msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)

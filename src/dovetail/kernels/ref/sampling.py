@@ -67,9 +67,7 @@ def gumbel_noise(
     return -torch.log(-torch.log1p(-u_NV))
 
 
-def support_mask(
-    scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor
-) -> Tensor:
+def support_mask(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
     """Return which tokens truncation leaves, as bool [N, V].
 
     Tokens are ordered by probability, equal ones by id. Top-k keeps the first k;

@@ -1,0 +1,52 @@
+"""Real threads for the explorer, made less predictable."""
+
+import random
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from dovetail.exec.device import Event, Lane, ThreadedCpuDevice
+from dovetail.exec.sim import POISON_BYTE
+
+
+class SlowLane:
+    """A lane whose work now and then takes a while."""
+
+    def __init__(self, lane: Lane, seed: int, *, seconds: float = 0.002) -> None:
+        self._lane = lane
+        self._random = random.Random(seed)
+        self._seconds = seconds
+
+    def submit(
+        self,
+        fn: Callable[..., None],
+        *args: object,
+        reads: tuple[Tensor, ...] = (),
+        writes: tuple[Tensor, ...] = (),
+    ) -> None:
+        """Queue ``fn(*args)``, sometimes behind a nap."""
+        if self._random.random() < 0.3:
+            self._lane.submit(time.sleep, self._random.random() * self._seconds)
+        self._lane.submit(fn, *args, reads=reads, writes=writes)
+
+    def record(self) -> Event:
+        """See ``Lane``."""
+        return self._lane.record()
+
+    def wait(self, event: Event) -> None:
+        """See ``Lane``."""
+        self._lane.wait(event)
+
+
+class SlowThreads(ThreadedCpuDevice):
+    """Threads with naps; blocks that a ring takes back are filled with junk."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.compute = SlowLane(self.compute, seed)
+        self.copy = SlowLane(self.copy, seed + 1)
+
+    def recycle(self, block: Tensor) -> None:
+        """Fill the block with junk."""
+        block.numpy().fill(POISON_BYTE)

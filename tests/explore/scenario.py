@@ -1,0 +1,200 @@
+"""What happens in one run of the explorer, as a function of a seed, and how it is played.
+
+The seed decides everything: requests, page size, chunk size, depth, pool size, arrivals, aborts,
+forced retractions, and in which legal order a ``SimDevice`` runs what was submitted.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dovetail.exec.device import Device
+from dovetail.exec.executor import Executor
+from dovetail.exec.sim import SimDevice
+from tests.explore.audit import PlanAudit, PoisonedPages
+from tests.explore.questions import CONTEXT_LEN, Question, Quiz, quiz_of
+from tests.support.compare import assert_logprobs, assert_same_tokens
+from tests.support.harness import Harness, Output
+from tests.support.oracle import Oracle
+
+UNKNOWN_ID = 10_000
+
+
+class Model:
+    """A fixture model: its name, its folder and the questions that it can be asked."""
+
+    def __init__(self, name: str, folder: Path, *, oracle: Callable[[], Oracle]) -> None:
+        self.name = name
+        self.folder = folder
+        self.quiz = quiz_of(name, oracle)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of a scenario.
+
+    Attributes:
+        question: what is asked.
+        start: turn of the loop before which it arrives.
+        aborts: turns before which it is aborted; it may have ended by then.
+        capture: whether the tokens sidecar is read out.
+    """
+
+    question: Question
+    start: int
+    aborts: tuple[int, ...]
+    capture: bool
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run.
+
+    Attributes:
+        seed: where it comes from; also of the device.
+        options: of the engine.
+        jobs: the requests.
+        retractions: turns before which the youngest running sequence loses its memory.
+    """
+
+    seed: int
+    options: dict[str, Any]
+    jobs: tuple[Job, ...]
+    retractions: frozenset[int]
+
+
+def random_scenario(quiz: Quiz, seed: int, **fixed: Any) -> Scenario:
+    """Return the scenario of a seed; ``fixed`` are engine options that are not left to it."""
+    rng = random.Random(seed)
+    page_size = rng.choice((1, 4, 16))
+    least_pages = CONTEXT_LEN // page_size
+    options = {
+        "dtype": "float32",
+        "context_len": CONTEXT_LEN,
+        "depth": rng.choice((0, 1, 1, 1, 2, 2)),
+        "page_size": page_size,
+        "num_pages": least_pages + rng.choice((0, 1, 16 // page_size, 4 * least_pages)),
+        "chunk_size": rng.choice((4, 7, 16, -1)),
+        "max_running": rng.choice((2, 3, 5, 8)),
+        "prefix_cache": rng.random() < 0.85,
+    }
+    jobs = []
+    is_busy = rng.random() < 0.5  # many arrivals at once, or now and then
+    for question in quiz.questions(rng, rng.randint(3, 9)):
+        start = rng.randint(0, 3 if is_busy else 40)
+        first_abort = start + rng.randint(0, 25)
+        aborts = (first_abort, first_abort + rng.randint(0, 2)) if rng.random() < 0.25 else ()
+        jobs.append(Job(question, start, aborts, capture=rng.random() < 0.6))
+    count = rng.choice((0, 0, 2, 6))
+    retractions = frozenset(rng.randint(1, 60) for _ in range(count))
+    return Scenario(seed, options | fixed, tuple(jobs), retractions)
+
+
+def explore(
+    model: Model,
+    seeds: Iterable[int],
+    make_device: Callable[[int], Device] = SimDevice,
+    **fixed: Any,
+) -> None:
+    """Play the scenario of each seed and check its outputs; an error names the seed."""
+    for seed in seeds:
+        try:
+            scenario = random_scenario(model.quiz, seed, **fixed)
+            check(scenario, model.quiz, play(scenario, model.folder, make_device(seed)))
+        except Exception as error:
+            error.add_note(
+                f"{model.name}, seed {seed}, {make_device.__name__}, fixed {fixed}; to repeat it: "
+                f"PYTHONPATH=src python -m tests.explore {model.name} {seed}"
+            )
+            raise
+
+
+def play(
+    scenario: Scenario, folder: Path, device: Device, *, audited: bool = True
+) -> list[Output]:
+    """Run a scenario on a model and return what each job got.
+
+    KV starts as NaN and does so again whenever a page changes hands. After every turn the ledger
+    and, if ``audited``, all plans in flight are checked; at the end every page must be free.
+    """
+    harness = Harness(folder, device=device, **scenario.options)
+    assert isinstance(harness.executor, Executor)
+    harness.loop.executor = PoisonedPages(harness.executor, harness.ledger)
+    if audited:
+        audit = PlanAudit(harness.loop.executor, harness.ledger)
+        harness.loop.executor = audit
+        harness.on_step = lambda _: audit.check()
+    try:
+        outputs = _play(scenario, harness)
+    finally:
+        harness.close()
+    harness.check_idle()
+    harness.ledger.flush()
+    assert harness.ledger.stats().free == harness.config.num_pages
+    return outputs
+
+
+def _play(scenario: Scenario, harness: Harness) -> list[Output]:
+    jobs, ids = scenario.jobs, dict[int, int]()
+    last_turn = max((job.start for job in jobs), default=0)
+    turn = 0
+    while turn <= last_turn or harness.is_busy:
+        for index, job in enumerate(jobs):
+            if turn in job.aborts:  # before the arrival it is an id that does not exist
+                harness.abort(ids.get(index, UNKNOWN_ID))
+            if turn == job.start:
+                capture = ("tokens",) if job.capture else ()
+                question = job.question
+                ids[index] = harness.add(question.prompt, capture=capture, **question.sampling)
+        if turn in scenario.retractions:
+            harness.scheduler.retract_youngest()
+        if harness.is_busy:
+            harness.step()
+        turn += 1
+    return [harness.outputs[ids[index]] for index in range(len(jobs))]
+
+
+def check(scenario: Scenario, quiz: Quiz, outputs: list[Output]) -> None:
+    """Compare every output with the right answer."""
+    for number, (job, output) in enumerate(zip(scenario.jobs, outputs, strict=True)):
+        _check_output(job, quiz, output, context=f"request {number} of {len(outputs)}")
+
+
+def _check_output(job: Job, quiz: Quiz, output: Output, *, context: str) -> None:
+    question, finish, usage = job.question, output.finish, output.usage
+    assert finish is not None and usage is not None
+    assert finish.type != "error", f"{context}: {finish}"
+    assert job.aborts or finish.type != "abort", f"{context}: {finish}"
+    right = quiz.answer(question)
+    if finish.type == "abort":
+        right = _beginning(right, len(output.token_ids))
+    count = assert_same_tokens(output.token_ids, right, context=context)
+    assert_logprobs(output.logprobs[:count], right.logprobs[:count], context=context)
+    if finish.type != "abort" and count == len(right.token_ids):
+        assert finish.type == right.finish, f"{context}: {finish} instead of {right.finish}"
+    assert usage.prompt_tokens == len(question.prompt), context
+    assert usage.cached_tokens < len(question.prompt), context
+    forwarded = np.array([*question.prompt, *output.token_ids][: _num_forwarded(job, output)])
+    captured = output.captured.get("tokens", forwarded[:0])
+    if finish.type == "abort":
+        forwarded = forwarded[: len(captured)]
+    if job.capture:
+        np.testing.assert_array_equal(captured, forwarded, err_msg=context)
+    else:
+        assert output.captured == {}, context
+
+
+def _num_forwarded(job: Job, output: Output) -> int:
+    """All tokens but the last one, which was sampled and never an input."""
+    return len(job.question.prompt) + max(len(output.token_ids) - 1, 0)
+
+
+def _beginning(answer: Any, count: int) -> Any:
+    """The answer of a request that was stopped after ``count`` tokens."""
+    columns = ("token_ids", "logprobs", "gaps", "border_gaps", "router_gaps")
+    return dataclasses.replace(answer, **{name: getattr(answer, name)[:count] for name in columns})

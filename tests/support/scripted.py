@@ -1,0 +1,200 @@
+"""A scripted device with pages, and configurations that need no model folder.
+
+Owns a stand-in for the device that is quick enough for thousands of schedules. What it answers
+depends on every token that it finds through a sequence's page table, so a page that is stale,
+foreign or written twice changes the output. Imports no torch.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from dovetail.config.model import ModelConfig, RopeConfig
+from dovetail.config.schema import EngineConfig
+from dovetail.exec.fake import FakeExecutor
+from dovetail.exec.pending import PendingStep
+from dovetail.sched.plan import FROM_DEVICE, RowStatus, StepPlan
+
+VOCAB_SIZE = 32
+EOS_ID = 2
+
+Tokens = Sequence[int]
+
+
+def plain_config(
+    *,
+    context_len: int = 32,
+    page_size: int = 4,
+    num_pages: int = 16,
+    chunk_size: int = 8,
+    max_running: int = 4,
+    depth: int = 1,
+    prefix_cache: bool = True,
+) -> EngineConfig:
+    """Return a configuration as ``resolve`` would, of a model that has no weights."""
+    model = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1e4),
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        max_position_embeddings=context_len,
+        dtype="float32",
+        eos_token_ids=(EOS_ID,),
+        bos_token_id=None,
+        moe=None,
+    )
+    return EngineConfig(
+        model_folder="",
+        model=model,
+        dtype="float32",
+        device="cpu",
+        depth=depth,
+        page_size=page_size,
+        num_pages=num_pages,
+        context_len=context_len,
+        max_running=max_running,
+        chunk_size=chunk_size,
+        max_step_tokens=chunk_size + max_running,
+        prefix_cache=prefix_cache,
+        num_threads=1,
+        lanes="inline",
+        reasons={},
+    )
+
+
+def next_token(token_ids: Tokens) -> int:
+    """The script: a token that depends on all tokens before it."""
+    return hash(tuple(token_ids)) % VOCAB_SIZE
+
+
+@dataclass
+class Step:
+    """What one submitted plan touched.
+
+    Attributes:
+        read: pages whose tokens its rows read.
+        written: pages its rows wrote.
+        reused: pages that new tenants found filled.
+    """
+
+    read: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+    reused: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Slot:
+    table: dict[int, int] = field(default_factory=dict)
+    num_tokens: int = 0
+    last_token: int = -1
+
+
+class PagedFake:
+    """Runs plans at once, in order, on pages of token ids.
+
+    Rows, handles and bounds are checked by the ``FakeExecutor`` inside.
+
+    Attributes:
+        steps: what each plan touched, by step id.
+        written_by: page -> the step that wrote it last.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        page_size: int,
+        script: Callable[[Tokens], int] = next_token,
+        status: Callable[[Tokens], RowStatus] = lambda token_ids: RowStatus.OK,
+    ) -> None:
+        self._script, self._status, self._page_size = script, status, page_size
+        self._pages: dict[int, list[int]] = {}
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._tokens: deque[int] = deque()
+        self._statuses: deque[RowStatus] = deque()
+        self._fake = FakeExecutor(
+            lambda _: self._tokens.popleft(),
+            num_slots=num_slots,
+            status=lambda _: self._statuses.popleft(),
+        )
+        self.steps: dict[int, Step] = {}
+        self.written_by: dict[int, int] = {}
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Run a plan; see ``StepExecutor``."""
+        step = self.steps[plan.step_id] = Step()
+        captured = tuple(
+            {
+                column: np.array(self._read(r.slot, r.end)[r.start :], dtype=np.int32)
+                for column in r.columns
+            }
+            for r in plan.readouts
+        )
+        for slot in plan.slot_writes.slot.tolist():
+            self._slots[slot] = _Slot()
+        writes = plan.page_writes
+        for slot, index, page in zip(writes.slot, writes.index, writes.page, strict=True):
+            self._slots[slot].table[int(index)] = int(page)
+        uploaded = deque(plan.token_ids.tolist())
+        rows = plan.rows
+        for slot, start, width, samples in zip(
+            rows.slot, rows.start, rows.width, rows.samples, strict=True
+        ):
+            self._run_row(step, plan.step_id, slot, start, width, samples, uploaded)
+        pending = self._fake.submit(plan)
+        return PendingStep(plan, lambda: replace(pending.result(), readouts=captured))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _run_row(
+        self,
+        step: Step,
+        step_id: int,
+        slot: int,
+        start: int,
+        width: int,
+        samples: int,
+        uploaded: deque[int],
+    ) -> None:
+        state = self._slots[slot]
+        if start == FROM_DEVICE:
+            token_ids, start = [state.last_token], state.num_tokens
+        else:
+            token_ids = [uploaded.popleft() for _ in range(width)]
+            if not state.num_tokens:
+                step.reused |= self._pages_of(slot, start)
+        for position, token_id in enumerate(token_ids, start):
+            page = state.table[position // self._page_size]
+            content = self._pages.setdefault(page, [-1] * self._page_size)
+            content[position % self._page_size] = token_id
+            step.written.add(page)
+            self.written_by[page] = step_id
+        state.num_tokens = start + width
+        step.read |= self._pages_of(slot, state.num_tokens)
+        self._statuses.append(RowStatus.OK)
+        if samples:
+            context = self._read(slot, state.num_tokens)
+            self._statuses[-1] = self._status(context)
+            state.last_token = self._script(context)
+            self._tokens.append(state.last_token)
+
+    def _pages_of(self, slot: int, num_tokens: int) -> set[int]:
+        table = self._slots[slot].table
+        return {table[index] for index in range(-(-num_tokens // self._page_size))}
+
+    def _read(self, slot: int, num_tokens: int) -> list[int]:
+        table, size = self._slots[slot].table, self._page_size
+        return [self._pages[table[p // size]][p % size] for p in range(num_tokens)]
