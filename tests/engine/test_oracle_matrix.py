@@ -73,7 +73,7 @@ def check_case(case: dict, folder, oracle) -> None:
         harness.run()
     if case["memory"] == "retract":
         retract_at = {3, 7, 8, 15, 16, 17, 40, 100, 230}  # sparser and sparser: all must end
-        harness.on_step = lambda n: n in retract_at and harness.scheduler.retract_youngest()
+        harness.on_step = lambda n: n in retract_at and harness.scheduler.retract_last()
     ids = []
     for prompt, params in requests:
         ids.append(harness.add(prompt, **params))

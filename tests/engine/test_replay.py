@@ -35,7 +35,7 @@ def _run_traffic(folder, *, dtype: str, num_requests: int = 40, **options: objec
         if requests and rng.random() < 0.02:
             harness.abort(requests[rng.integers(len(requests))][2])
         if rng.random() < 0.05:
-            harness.scheduler.retract_youngest()
+            harness.scheduler.retract_last()
         harness.step()
     outputs = harness.run()
     return [(prompt, params, outputs[request_id]) for prompt, params, request_id in requests]

@@ -152,7 +152,7 @@ def _play(scenario: Scenario, harness: Harness) -> list[Output]:
                 question = job.question
                 ids[index] = harness.add(question.prompt, capture=capture, **question.sampling)
         if turn in scenario.retractions:
-            harness.scheduler.retract_youngest()
+            harness.scheduler.retract_last()
         if harness.is_busy:
             harness.step()
         turn += 1

@@ -266,7 +266,7 @@ def run_workload(workload: Workload) -> Referee:
                 stepper.abort(request_id)
         if stepper.is_busy:  # an idle loop would wait for a message
             if turn in workload.retract_at:
-                stepper.scheduler.retract_youngest()
+                stepper.scheduler.retract_last()
             stepper.step()
         turn += 1
         assert turn <= most_steps(workload), "somebody starves"
@@ -465,7 +465,7 @@ MUTANTS = {
     "publish before commit": wrap(Scheduler, "_plan_chunk", publish_before_commit),
     "retract without requeue": wrap(Scheduler, "_requeue", requeue_nowhere),
     "admit beyond the slots": wrap(SlotTable, "num_free", lambda _: property(lambda self: 1)),
-    "retract the oldest": wrap(Scheduler, "retract_youngest", retract_the_oldest),
+    "retract the oldest": wrap(Scheduler, "retract_last", retract_the_oldest),
     "retraction keeps its place": wrap(Sequence, "forget_memory", keep_pages_at_retraction),
     "retraction restarts": wrap(Sequence, "forget_memory", forget_the_record_at_retraction),
     "retraction leaks": wrap(Scheduler, "_requeue", leak_at_retraction),
@@ -475,7 +475,7 @@ MUTANTS = {
     "a hit of the whole prompt": wrap(KVLedger, "open", reuse_the_whole_prompt),
     "prefill rows first": wrap(PlanBuilder, "build", prefill_first),
     "no page for the next token": wrap(Scheduler, "_extend", promise_no_room),
-    "a retracted sequence runs on": wrap(Scheduler, "retract_youngest", decode_while_leaving),
+    "a retracted sequence runs on": wrap(Scheduler, "retract_last", decode_while_leaving),
 }
 
 

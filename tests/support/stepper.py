@@ -17,8 +17,14 @@ from dovetail.core.mailbox import Inbox, Outbox
 from dovetail.exec.pending import StepExecutor
 from dovetail.sched.scheduler import Scheduler
 from dovetail.wire.control import Abort, Admit
-from dovetail.wire.request import Limits, Request, SamplingParams, validated_prompt, validated_sampling
-from dovetail.wire.result import FinishReason, TokenEvent, Usage
+from dovetail.wire.request import LogprobParams, Request, SamplingParams
+from dovetail.wire.result import FinishReason, Scores, TokenEvent, Usage
+from dovetail.wire.validate import (
+    Limits,
+    validated_logprobs,
+    validated_prompt,
+    validated_sampling,
+)
 
 MAX_STEPS = 4_000
 
@@ -32,6 +38,8 @@ class Output:
     finish: FinishReason | None = None
     usage: Usage | None = None
     captured: dict[str, np.ndarray] = field(default_factory=dict)
+    scores: list[Scores] = field(default_factory=list)
+    prompt_scores: Scores | None = None
     num_events: int = 0
 
 
@@ -58,13 +66,24 @@ class Stepper:
             self.scheduler, executor, inbox=self.inbox, outbox=self.outbox, depth=config.depth
         )
         self.outputs: dict[int, Output] = {}
+        self.samples: dict[int, list[Output]] = {}
         self.on_step: Callable[[int], None] | None = None
         self.num_steps = 0
 
     def add(
-        self, prompt_token_ids: Sequence[int], *, capture: Sequence[str] = (), **sampling: object
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        capture: Sequence[str] = (),
+        logprobs: LogprobParams | None = None,
+        group: str | None = None,
+        priority: int = 0,
+        **sampling: object,
     ) -> int:
-        """Queue a request and return its id."""
+        """Queue a request and return its id.
+
+        ``outputs`` has its first generation, ``samples`` all ``n`` of them.
+        """
         limits = Limits(
             vocab_size=self.config.model.vocab_size, context_len=self.config.context_len
         )
@@ -73,19 +92,26 @@ class Stepper:
         params = validated_sampling(
             SamplingParams(**sampling), prompt_len=len(prompt), limits=limits
         )
-        output = self.outputs[request_id] = Output()
+        outputs = self.samples[request_id] = [Output() for _ in range(params.n)]
+        self.outputs[request_id] = outputs[0]
 
         def deliver(event: TokenEvent | Exception) -> None:
             assert isinstance(event, TokenEvent), event
+            output = outputs[event.sample_index]
             assert output.finish is None, "an event after the last one"
             output.num_events += 1
             output.token_ids += event.token_ids
             output.logprobs += event.logprobs
             output.finish, output.usage = event.finish, event.usage
+            if event.scores is not None:
+                output.scores.append(event.scores)
+            if event.prompt_scores is not None:
+                assert output.prompt_scores is None
+                output.prompt_scores = event.prompt_scores
             if event.captured:
                 output.captured = {k: v.unpack() for k, v in event.captured.items()}
 
-        self.outbox.open(request_id, deliver)
+        self.outbox.open(request_id, deliver, num_samples=params.n)
         self.inbox.put(
             Admit(
                 Request(
@@ -93,6 +119,11 @@ class Stepper:
                     prompt_token_ids=prompt,
                     sampling=params,
                     seed=params.sampling_seed or 0,
+                    logprobs=validated_logprobs(
+                        logprobs or LogprobParams(), prompt_len=len(prompt), limits=limits
+                    ),
+                    group=group,
+                    priority=priority,
                     capture=tuple(capture),
                 )
             )
@@ -106,7 +137,7 @@ class Stepper:
     @property
     def is_busy(self) -> bool:
         """True while a request is open or a step is in flight."""
-        return any(o.finish is None for o in self.outputs.values()) or bool(self.loop.inflight)
+        return any(o.finish is None for group in self.samples.values() for o in group) or bool(self.loop.inflight)
 
     def step(self) -> None:
         """Do one turn of the loop and check the ledger."""
@@ -130,7 +161,7 @@ class Stepper:
         assert stats.held == 0, stats
         assert self.scheduler.num_open == self.scheduler.num_running == 0
         assert self.scheduler.num_waiting == 0
-        for output in self.outputs.values():
+        for output in (o for group in self.samples.values() for o in group):
             assert output.finish is not None and output.usage is not None
             assert len(output.token_ids) == len(output.logprobs) == output.usage.completion_tokens
 

@@ -83,7 +83,8 @@ def _run(args: argparse.Namespace) -> int:
             return _talk(engine, params)
         prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
         if args.json:
-            _print_json(engine.generate(prompt, params)[0], label="0", file=sys.stdout)
+            for generation in engine.generate(prompt, params):
+                _print_json(generation, label="0", file=sys.stdout)
         else:
             _stream(engine, prompt, params)
     return 0
@@ -109,7 +110,7 @@ def read_bodies(path: Path, defaults: SamplingParams) -> list[GenerateBody]:
                 given = raw.get("sampling_params") or {}
                 if isinstance(given, dict):
                     raw["sampling_params"] = _set_fields(defaults) | given
-            body = msgspec.convert(raw, GenerateBody)
+            body = msgspec.convert(raw, GenerateBody, str_keys=True)
             prompt_of(body)
         except (msgspec.DecodeError, msgspec.ValidationError, RequestError) as error:
             raise RequestError(f"{path} line {number}", str(error)) from None
@@ -131,15 +132,16 @@ def _run_file(engine: Engine, bodies: list[GenerateBody], args: argparse.Namespa
         _progress() as progress,
     ):
         task = progress.add_task("generating", total=len(bodies))
-        waiting: dict[int, Generation] = {}
+        waiting: dict[int, list[Generation]] = {}
         next_index = 0
 
-        def on_finish(index: int, generation: Generation) -> None:
+        def on_finish(index: int, generations: list[Generation]) -> None:
             nonlocal next_index
             progress.advance(task)
-            waiting[index] = generation
+            waiting[index] = generations
             while next_index in waiting:  # lines come out in the order of the file
-                _print_json(waiting.pop(next_index), label=labels[next_index], file=file)
+                for generation in waiting.pop(next_index):
+                    _print_json(generation, label=labels[next_index], file=file)
                 next_index += 1
 
         engine.generate(

@@ -10,13 +10,16 @@ from pathlib import Path
 import msgspec
 
 from dovetail.config.model import ModelConfig
+from dovetail.config.payload import readout_bytes, score_bytes
 from dovetail.config.schema import DTypeName, EngineConfig, EngineOptions
 from dovetail.errors import ConfigError
+from dovetail.wire.validate import MAX_TOP_LOGPROBS
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny-moe"
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 _UNITS = {
-    **{"": 1, "B": 1},
+    "": 1,
+    "B": 1,
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
 }
@@ -67,7 +70,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         else _given(options, "chunk_size")
     )
     reasons["max_step_tokens"] = "chunk_size + max_running: a chunk beside a full decode batch"
-    for name in ("device", "page_size", "max_running", "prefix_cache", "lanes"):
+    for name in ("device", "page_size", "max_running", "policy", "prefix_cache", "lanes"):
         reasons[name] = _given(options, name)
     return EngineConfig(
         model_folder=str(folder.resolve()),
@@ -81,6 +84,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
         max_running=options.max_running,
         chunk_size=chunk_size,
         max_step_tokens=chunk_size + options.max_running,
+        max_payload_bytes=_decide_payload_bytes(options, context_len, reasons),
+        policy=options.policy,
         prefix_cache=options.prefix_cache,
         num_threads=_decide_num_threads(options, model, reasons),
         lanes=options.lanes,
@@ -149,6 +154,16 @@ def _decide_context_len(options: EngineOptions, model: ModelConfig, reasons: dic
         )
     reasons["context_len"] = "given"
     return options.context_len
+
+
+def _decide_payload_bytes(options: EngineOptions, context_len: int, reasons: dict[str, str]) -> int:
+    reasons["max_payload_bytes"] = (
+        "4 MiB of prompt logprobs, the read-out of a context, and top logprobs for max_running rows"
+    )
+    decode_rows = options.max_running * score_bytes(
+        1, num_top=MAX_TOP_LOGPROBS, num_ids=MAX_TOP_LOGPROBS
+    )
+    return 2**22 + readout_bytes(context_len) + decode_rows
 
 
 def _decide_num_threads(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> int:

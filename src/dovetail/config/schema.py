@@ -11,6 +11,7 @@ import msgspec
 
 from dovetail.config.model import ModelConfig
 
+PolicyName = Literal["fcfs", "priority", "longest-prefix"]
 DTypeName = Literal["float32", "bfloat16"]
 
 
@@ -29,6 +30,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         context_len: most tokens of prompt and output together; None is the model's.
         max_running: most sequences that run at once.
         chunk_size: most prompt tokens forwarded in a step; -1 is no limit.
+        policy: who of the waiting starts first: ``fcfs`` (first come, first served),
+            ``priority`` (higher first), ``longest-prefix`` (most of its prompt cached first).
         prefix_cache: share computed prefixes between requests.
         num_threads: intra-op threads of the forward; None decides by the model's width.
         lanes: ``inline`` runs device work at submission, ``threaded`` on a thread a lane.
@@ -44,6 +47,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     context_len: int | None = None
     max_running: int = 128
     chunk_size: int = 512
+    policy: PolicyName = "fcfs"
     prefix_cache: bool = True
     num_threads: int | None = None
     lanes: Literal["inline", "threaded"] = "inline"
@@ -58,6 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         dtype: of weights, activations and KV.
         num_pages: KV pages of the pool.
         max_step_tokens: most tokens of one forward: a chunk and a token per running sequence.
+        max_payload_bytes: most bytes that a step returns beside its tokens: read-outs, prompt
+            logprobs, top logprobs.
         reasons: field name -> who decided its value, and why.
 
     The other fields are those of ``EngineOptions``, decided.
@@ -74,6 +80,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     chunk_size: int
     max_step_tokens: int
+    max_payload_bytes: int
+    policy: PolicyName
     prefix_cache: bool
     num_threads: int
     lanes: str

@@ -17,7 +17,7 @@ from dovetail.cache.groups import PagedGroup
 from dovetail.cache.ledger import KVLedger
 from dovetail.config.resolve import options_from, resolve
 from dovetail.config.schema import EngineConfig
-from dovetail.core.generation import Generation, StreamDecoder, StreamEvent, collect
+from dovetail.core.generation import Generation, RequestDecoder, StreamEvent, collect
 from dovetail.core.loop import EngineLoop
 from dovetail.core.mailbox import Deliver, Inbox, Outbox
 from dovetail.core.prompts import Prompt, RequestMaker
@@ -30,9 +30,10 @@ from dovetail.sched.scheduler import Scheduler
 from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.weights.load import load_weights
-from dovetail.wire.control import Abort, Admit, Close
-from dovetail.wire.request import Limits, Request, SamplingParams
+from dovetail.wire.control import Abort, AbortGroup, Admit, Close
+from dovetail.wire.request import LogprobParams, Request, SamplingParams
 from dovetail.wire.result import TokenEvent
+from dovetail.wire.validate import Limits
 
 CAPTURE_COLUMNS = frozenset({"tokens"})
 Progress = Callable[[int, int], None]
@@ -120,53 +121,76 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        logprobs: LogprobParams | None = None,
         capture: Sequence[str] = (),
-        on_finish: Callable[[int, Generation], None] | None = None,
+        group: str | None = None,
+        priority: int = 0,
+        on_finish: Callable[[int, list[Generation]], None] | None = None,
     ) -> list[Generation]:
         """Generate for one prompt or many and wait for all.
 
         Args:
             prompts: text, token ids or chat messages; or a list of such prompts.
             sampling_params: for all prompts, or one a prompt.
+            logprobs: what to report beside the chosen tokens' logprobs.
             capture: per-token columns to return; ``tokens`` is the input token at each
                 forwarded position as the device stored it.
-            on_finish: called with (index, generation) as each one ends.
+            group: a label for ``abort_group``.
+            priority: under the ``priority`` policy, higher goes first.
+            on_finish: called with (prompt index, its generations) as each prompt ends.
 
         Returns:
-            One generation a prompt, in order.
+            ``n`` generations a prompt: prompt by prompt, sample by sample.
 
         Raises:
             RequestError: a prompt or parameter is wrong; nothing has been started.
             EngineClosed: the engine has been closed or has failed.
         """
-        requests = self._requests.make_all(prompts, sampling_params, capture=capture)
+        requests = self._requests.make_all(
+            prompts,
+            sampling_params,
+            logprobs=logprobs,
+            capture=capture,
+            group=group,
+            priority=priority,
+        )
         news: queue.SimpleQueue[tuple[int, TokenEvent | EngineError]] = queue.SimpleQueue()
         decoders = [self._decoder(request) for request in requests]
         parts: list[list[StreamEvent]] = [[] for _ in requests]
-        done: dict[int, Generation] = {}
+        done: dict[int, list[Generation]] = {}
         try:
             for index, request in enumerate(requests):
                 self._start(request, lambda event, index=index: news.put((index, event)))
             while len(done) < len(requests):
                 index, event = news.get()
                 parts[index].append(decoders[index].decode(_checked(event)))
-                if parts[index][-1].finish_reason is not None:
+                if decoders[index].is_done:
                     done[index] = collect(requests[index], parts[index])
                     if on_finish is not None:
                         on_finish(index, done[index])
         finally:
             self._abandon([r for index, r in enumerate(requests) if index not in done])
-        return [done[index] for index in range(len(requests))]
+        return [generation for index in range(len(requests)) for generation in done[index]]
 
     async def agenerate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
+        logprobs: LogprobParams | None = None,
         capture: Sequence[str] = (),
-    ) -> Generation:
+        group: str | None = None,
+        priority: int = 0,
+    ) -> list[Generation]:
         """Generate for one prompt without blocking the event loop; see ``generate``."""
-        request = self._requests.make(prompt, sampling_params, capture=capture)
+        request = self._requests.make(
+            prompt,
+            sampling_params,
+            logprobs=logprobs,
+            capture=capture,
+            group=group,
+            priority=priority,
+        )
         return collect(request, [event async for event in self._astream(request)])
 
     # -- streams -------------------------------------------------------------------------
@@ -176,13 +200,24 @@ class Engine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
+        logprobs: LogprobParams | None = None,
         capture: Sequence[str] = (),
+        group: str | None = None,
+        priority: int = 0,
     ) -> Iterator[StreamEvent]:
-        """Generate for one prompt and yield news as it comes.
+        """Generate for one prompt and yield news as it comes; see ``generate``.
 
-        The request starts now and is aborted if the iterator is dropped.
+        The request starts now and is aborted if the iterator is dropped. With ``n`` > 1 the
+        generations' events are interleaved; ``sample_index`` tells them apart.
         """
-        request = self._requests.make(prompt, sampling_params, capture=capture)
+        request = self._requests.make(
+            prompt,
+            sampling_params,
+            logprobs=logprobs,
+            capture=capture,
+            group=group,
+            priority=priority,
+        )
         news: queue.SimpleQueue[TokenEvent | EngineError] = queue.SimpleQueue()
         self._start(request, news.put)
         return self._read_stream(request, news)
@@ -190,14 +225,12 @@ class Engine:
     def _read_stream(
         self, request: Request, news: "queue.SimpleQueue[TokenEvent | EngineError]"
     ) -> Iterator[StreamEvent]:
-        decoder, is_done = self._decoder(request), False
+        decoder = self._decoder(request)
         try:
-            while not is_done:
-                event = _checked(news.get())
-                is_done = event.finish is not None
-                yield decoder.decode(event)
+            while not decoder.is_done:
+                yield decoder.decode(_checked(news.get()))
         finally:
-            if not is_done:
+            if not decoder.is_done:
                 self._abandon([request])
 
     def astream(
@@ -205,10 +238,22 @@ class Engine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
+        logprobs: LogprobParams | None = None,
         capture: Sequence[str] = (),
+        group: str | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[StreamEvent]:
         """Like ``stream``, for ``async for``; cancelling the task aborts the request."""
-        return self._astream(self._requests.make(prompt, sampling_params, capture=capture))
+        return self._astream(
+            self._requests.make(
+                prompt,
+                sampling_params,
+                logprobs=logprobs,
+                capture=capture,
+                group=group,
+                priority=priority,
+            )
+        )
 
     async def _astream(self, request: Request) -> AsyncIterator[StreamEvent]:
         loop = asyncio.get_running_loop()
@@ -219,14 +264,12 @@ class Engine:
                 loop.call_soon_threadsafe(news.put_nowait, event)
 
         self._start(request, deliver)
-        decoder, is_done = self._decoder(request), False
+        decoder = self._decoder(request)
         try:
-            while not is_done:
-                event = _checked(await news.get())
-                is_done = event.finish is not None
-                yield decoder.decode(event)
+            while not decoder.is_done:
+                yield decoder.decode(_checked(await news.get()))
         finally:
-            if not is_done:
+            if not decoder.is_done:
                 self._abandon([request])
 
     # -- control -------------------------------------------------------------------------
@@ -234,6 +277,10 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """End a request early; it gets its last event with reason ``abort``."""
         self._inbox.put(Abort(request_id))
+
+    def abort_group(self, group: str) -> None:
+        """End all open requests that carry this label."""
+        self._inbox.put(AbortGroup(group))
 
     def stats(self) -> EngineStats:
         """Return counts of this moment; exact when the engine is idle."""
@@ -261,11 +308,13 @@ class Engine:
     # -- inside --------------------------------------------------------------------------
 
     def _start(self, request: Request, deliver: Deliver) -> None:
-        self._outbox.open(request.request_id, deliver)
+        self._outbox.open(request.request_id, deliver, num_samples=request.sampling.n)
         self._inbox.put(Admit(request))
 
-    def _decoder(self, request: Request) -> StreamDecoder:
-        return StreamDecoder(request, self.tokenizer, eos_token_ids=self.config.model.eos_token_ids)
+    def _decoder(self, request: Request) -> RequestDecoder:
+        return RequestDecoder(
+            request, self.tokenizer, eos_token_ids=self.config.model.eos_token_ids
+        )
 
     def _abandon(self, requests: list[Request]) -> None:
         for request in requests:

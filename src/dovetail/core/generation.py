@@ -4,7 +4,6 @@ Owns how token events become text. A ``Generation`` is the sum of its stream eve
 so the streamed and the whole answer cannot differ.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +12,9 @@ from numpy.typing import NDArray
 from dovetail.text.stream import Detokenizer
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.request import Request
-from dovetail.wire.result import FinishReason, TokenEvent, Usage
+from dovetail.wire.result import FinishReason, Scores, TokenEvent, Usage
+
+Captured = dict[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,22 +23,27 @@ class StreamEvent:
 
     Attributes:
         request_id: the engine's id; ``Engine.abort`` takes it.
+        sample_index: which of the request's ``n`` generations.
         text: text that has become certain; it may lag behind ``token_ids`` while a
             character or a possible stop string is incomplete.
         token_ids, logprobs, weight_versions: one entry per new token.
-        finish_reason: set in the last event only.
-        usage: set in the last event only.
+        scores: for a request that asks, one entry per new token.
+        prompt_scores: for a request that asks, in its first event.
+        finish_reason, usage: set in the generation's last event only.
         captured: set in the last event only; see ``Generation``.
     """
 
     request_id: int
+    sample_index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     weight_versions: tuple[int, ...]
+    scores: Scores | None = None
+    prompt_scores: Scores | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    captured: dict[str, NDArray[np.generic]] = field(default_factory=dict[str, NDArray[np.generic]])
+    captured: Captured = field(default_factory=dict[str, NDArray[np.generic]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +52,18 @@ class Generation:
 
     Attributes:
         prompt_token_ids: the prompt as the model saw it.
+        sample_index: which of the request's ``n`` generations.
         token_ids: generated ids; a matched stop id is the last one.
         text: of ``token_ids``, cut before a matched stop.
         finish_reason: why it ended; ``type`` is stop, length, abort or error.
-        logprobs: natural log of each token's probability at the request's
-            temperature (1 for greedy), before truncation.
+        logprobs: natural log of each token's probability, of the kind that the
+            request's ``LogprobParams`` name.
+        top_logprobs: for each token, if asked for, the likeliest (id, logprob).
+        id_logprobs: for each token, if asked for, logprobs of ``token_ids_logprob``.
+        prompt_logprobs: of the prompt from ``logprob_start_len`` on, None for position 0;
+            empty if not asked for.
+        prompt_top_logprobs, prompt_id_logprobs: the same for prompt positions, from
+            position 1 on at the earliest.
         weight_versions: weights version of the forward that sampled each token.
         seed: the seed that was used; give it back to draw the same tokens again.
         usage: token counts.
@@ -59,55 +72,98 @@ class Generation:
     """
 
     prompt_token_ids: tuple[int, ...]
+    sample_index: int
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
     logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    id_logprobs: tuple[tuple[float, ...], ...]
+    prompt_logprobs: tuple[float | None, ...]
+    prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    prompt_id_logprobs: tuple[tuple[float, ...], ...]
     weight_versions: tuple[int, ...]
     seed: int
     usage: Usage
-    captured: dict[str, NDArray[np.generic]]
+    captured: Captured
 
 
-class StreamDecoder:
-    """Turns one request's token events into stream events."""
+class RequestDecoder:
+    """Turns the token events of one request into stream events and, in the end, generations."""
 
     def __init__(
         self, request: Request, tokenizer: Tokenizer, *, eos_token_ids: tuple[int, ...]
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, request.sampling, eos_token_ids=eos_token_ids)
+        self._request = request
+        self._detokenizers = [
+            Detokenizer(tokenizer, request.sampling, eos_token_ids=eos_token_ids)
+            for _ in range(request.sampling.n)
+        ]
+        self._num_open = request.sampling.n
+
+    @property
+    def is_done(self) -> bool:
+        """True once each generation has had its last event."""
+        return self._num_open == 0
 
     def decode(self, event: TokenEvent) -> StreamEvent:
         """Return the event with the text that it makes certain."""
-        text = self._detokenizer.push(event.token_ids)
+        detokenizer = self._detokenizers[event.sample_index]
+        text = detokenizer.push(event.token_ids)
         if event.finish is not None:
-            text += self._detokenizer.finish(event.finish)
+            text += detokenizer.finish(event.finish)
+            self._num_open -= 1
         captured = event.captured or {}
         return StreamEvent(
             request_id=event.request_id,
+            sample_index=event.sample_index,
             text=text,
             token_ids=event.token_ids,
             logprobs=event.logprobs,
             weight_versions=event.epochs,
+            scores=event.scores,
+            prompt_scores=event.prompt_scores,
             finish_reason=event.finish,
             usage=event.usage,
             captured={name: envelope.unpack() for name, envelope in captured.items()},
         )
 
 
-def collect(request: Request, events: Iterable[StreamEvent]) -> Generation:
-    """Return the generation that a request's stream events add up to."""
-    parts = list(events)
+def collect(request: Request, events: list[StreamEvent]) -> list[Generation]:
+    """Return the generations that a request's stream events add up to, by sample index."""
+    samples: list[list[StreamEvent]] = [[] for _ in range(request.sampling.n)]
+    for event in events:
+        samples[event.sample_index].append(event)
+    return [_generation(request, parts) for parts in samples]
+
+
+def _generation(request: Request, parts: list[StreamEvent]) -> Generation:
     last = parts[-1]
     assert last.finish_reason is not None and last.usage is not None
+    scores = [part.scores for part in parts if part.scores is not None]
+    [prompt] = [part.prompt_scores for part in parts if part.prompt_scores is not None] or [None]
+    starts_at_zero = request.logprobs.logprob_start_len == 0
     return Generation(
         prompt_token_ids=request.prompt_token_ids,
+        sample_index=last.sample_index,
         token_ids=tuple(token for part in parts for token in part.token_ids),
         text="".join(part.text for part in parts),
         finish_reason=last.finish_reason,
         logprobs=tuple(value for part in parts for value in part.logprobs),
+        top_logprobs=tuple(row for part in scores for row in _pairs(part)),
+        id_logprobs=tuple(row for part in scores for row in part.id_logprobs),
+        prompt_logprobs=(None,) * starts_at_zero + (prompt.logprobs if prompt else ()),
+        prompt_top_logprobs=_pairs(prompt) if prompt else (),
+        prompt_id_logprobs=prompt.id_logprobs if prompt else (),
         weight_versions=tuple(value for part in parts for value in part.weight_versions),
         seed=request.seed,
         usage=last.usage,
         captured=last.captured,
+    )
+
+
+def _pairs(scores: Scores) -> tuple[tuple[tuple[int, float], ...], ...]:
+    return tuple(
+        tuple(zip(ids, values, strict=True))
+        for ids, values in zip(scores.top_ids, scores.top_logprobs, strict=True)
     )

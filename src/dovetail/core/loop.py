@@ -10,7 +10,7 @@ from dovetail.core.mailbox import Inbox, Outbox
 from dovetail.errors import EngineClosed, EngineError
 from dovetail.exec.pending import PendingStep, StepExecutor
 from dovetail.sched.scheduler import Scheduler
-from dovetail.wire.control import Abort, Admit, Close, Message
+from dovetail.wire.control import Abort, AbortGroup, Admit, Close, Message
 
 
 class EngineLoop:
@@ -69,6 +69,8 @@ class EngineLoop:
                 self.scheduler.add(request)
             case Abort(request_id):
                 self.outbox.put(self.scheduler.abort(request_id))
+            case AbortGroup(group):
+                self.outbox.put(self.scheduler.abort_group(group))
             case Close():
                 self.is_closing = True
                 self.outbox.put(self.scheduler.abort_all())

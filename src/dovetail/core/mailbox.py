@@ -49,10 +49,11 @@ class Outbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._streams: dict[int, Deliver] = {}
+        self._num_open: dict[int, int] = {}
         self._failure: EngineError | None = None
 
-    def open(self, request_id: int, deliver: Deliver) -> None:
-        """Register the client of a request.
+    def open(self, request_id: int, deliver: Deliver, *, num_samples: int = 1) -> None:
+        """Register the client of a request that makes ``num_samples`` generations.
 
         Raises:
             EngineClosed: the loop has ended.
@@ -61,16 +62,22 @@ class Outbox:
             if self._failure is not None:
                 raise EngineClosed(str(self._failure))
             self._streams[request_id] = deliver
+            self._num_open[request_id] = num_samples
 
     def put(self, events: list[TokenEvent]) -> None:
         """Deliver events; a stream ends with its request's last event."""
         for event in events:
             with self._lock:
-                if event.finish is None:
-                    deliver = self._streams[event.request_id]
-                else:
-                    deliver = self._streams.pop(event.request_id)
+                deliver = self._streams[event.request_id]
+                if event.finish is not None:
+                    self._end_one(event.request_id)
             deliver(event)
+
+    def _end_one(self, request_id: int) -> None:
+        self._num_open[request_id] -= 1
+        if self._num_open[request_id] == 0:
+            del self._num_open[request_id]
+            del self._streams[request_id]
 
     def close(self, failure: EngineError) -> None:
         """Tell every open stream, and every later one, that the loop has ended."""

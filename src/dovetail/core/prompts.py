@@ -12,11 +12,10 @@ from typing import Any
 from dovetail.errors import RequestError
 from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
-from dovetail.wire.request import (
-    GenerateBody,
+from dovetail.wire.request import GenerateBody, LogprobParams, Request, SamplingParams
+from dovetail.wire.validate import (
     Limits,
-    Request,
-    SamplingParams,
+    validated_logprobs,
     validated_prompt,
     validated_sampling,
 )
@@ -64,7 +63,10 @@ class RequestMaker:
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         *,
+        logprobs: LogprobParams | None = None,
         capture: Sequence[str] = (),
+        group: str | None = None,
+        priority: int = 0,
         label: str | None = None,
     ) -> Request:
         """Return the validated request for one prompt.
@@ -84,12 +86,21 @@ class RequestMaker:
                 raise RequestError(
                     "capture", f"{name!r} is no column of this engine; it has {known}"
                 )
+        if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+            raise RequestError("priority", f"is {priority!r}; give an integer of 32 bits")
         seed = sampling.sampling_seed
         return Request(
             request_id=next(self._ids),
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             seed=secrets.randbits(64) if seed is None else seed,
+            logprobs=validated_logprobs(
+                logprobs or LogprobParams(),
+                prompt_len=len(prompt_token_ids),
+                limits=self._limits,
+            ),
+            group=group,
+            priority=priority,
             capture=tuple(dict.fromkeys(capture)),
             label=label,
         )
@@ -99,7 +110,10 @@ class RequestMaker:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
+        logprobs: LogprobParams | None = None,
         capture: Sequence[str] = (),
+        group: str | None = None,
+        priority: int = 0,
     ) -> list[Request]:
         """Return a request per prompt; nothing is returned unless all are right."""
         many = _as_many(prompts)
@@ -114,7 +128,16 @@ class RequestMaker:
         requests: list[Request] = []
         for index, (prompt, sampling) in enumerate(zip(many, params, strict=True)):
             try:
-                requests.append(self.make(prompt, sampling, capture=capture))
+                requests.append(
+                    self.make(
+                        prompt,
+                        sampling,
+                        logprobs=logprobs,
+                        capture=capture,
+                        group=group,
+                        priority=priority,
+                    )
+                )
             except RequestError as error:
                 if len(many) == 1:
                     raise

@@ -19,6 +19,7 @@ from dovetail.attention.paged import AttentionRows
 from dovetail.errors import InvariantError
 from dovetail.exec.packet import PacketView
 from dovetail.exec.state import DeviceState
+from dovetail.sampling.state import SLOT_COLUMNS
 from dovetail.sched.plan import FROM_DEVICE
 
 Ints = NDArray[np.int64]
@@ -66,6 +67,7 @@ class DeviceBatch:
         rows: see ``StepRows``.
         token_ids_T, positions_T, kv_slots_T: int64.
         attention: the work list.
+        first_token_R: int64, index of each row's first token within the step.
         end_R: int64, cached tokens of each row after the step.
         last_token_R: int64, index of each row's last token within the step.
     """
@@ -75,6 +77,7 @@ class DeviceBatch:
     positions_T: Tensor
     kv_slots_T: Tensor
     attention: AttentionRows
+    first_token_R: Ints
     end_R: Ints
     last_token_R: Ints
 
@@ -88,25 +91,24 @@ def apply_writes(packet: PacketView, state: DeviceState) -> None:
         state.kv_len[slots] = 0
         state.last_token[slots] = -1
         state.page_table[slots] = -1
-        state.sampling.write(
-            torch.from_numpy(slots.astype(np.int64)),
+        state.sampling.write_slots(
+            slots,
             {
-                name: torch.from_numpy(fields[f"slots.{name}"].view(dtype).copy())
-                for name, dtype in _SAMPLING_DTYPES.items()
+                name: fields[f"slots.{name}"].view(column.wire_dtype)
+                for name, column in SLOT_COLUMNS.items()
             },
+        )
+    if len(fields["tokens.slot"]):
+        state.sampling.write_tokens(
+            table=fields["tokens.table"],
+            slot=fields["tokens.slot"],
+            index=fields["tokens.index"],
+            token_id=fields["tokens.token_id"],
+            value=fields["tokens.value"].view(np.float32),
+            until=fields["tokens.until"],
         )
     if len(fields["pages.slot"]):
         state.page_table[fields["pages.slot"], fields["pages.index"]] = fields["pages.page"]
-
-
-_SAMPLING_DTYPES = {
-    "temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "seed": np.int64,
-    "sample_index": np.int32,
-}
 
 
 def unpack(
@@ -153,6 +155,7 @@ def unpack(
                 for r in range(num_decode, len(rows.slot))
             ),
         ),
+        first_token_R=first_token_R,
         end_R=end_R,
         last_token_R=first_token_R + rows.width - 1,
     )

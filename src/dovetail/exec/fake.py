@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import InvariantError
 from dovetail.exec.pending import PendingStep
-from dovetail.sched.plan import FROM_DEVICE, RowStatus, StepPlan, StepResult
+from dovetail.sched.plan import FROM_DEVICE, RowStatus, Score, StepPlan, StepResult, TokenScores
 
 Script = Callable[[list[int]], int]
 """From all tokens of a sequence to the next one."""
@@ -68,9 +68,19 @@ class FakeExecutor:
             counts=plan.rows.samples,
             logprobs=np.zeros((len(drawn), 1), dtype=np.float32),
             status=np.array([status for _, status in drawn], dtype=np.int32),
+            scores=tuple(self._score(plan, score) for score in plan.scores),
             readouts=readouts,
         )
         return PendingStep(plan, lambda: result)
+
+    def _score(self, plan: StepPlan, score: Score) -> TokenScores:
+        """Any numbers of the right shape."""
+        return TokenScores(
+            logprobs=np.zeros(score.count if score.is_prompt else 0, dtype=np.float32),
+            top_ids=np.zeros((score.count, score.num_top), dtype=np.int32),
+            top_logprobs=np.zeros((score.count, score.num_top), dtype=np.float32),
+            id_logprobs=np.zeros((score.count, score.num_ids), dtype=np.float32),
+        )
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -5,6 +5,7 @@ aligned offset, and a header that holds scalars and each field's offset and leng
 Only the used prefix is sent. Written in place with numpy; no tensors here.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
-from dovetail.sched.plan import Rows, StepPlan
+from dovetail.sched.plan import MAX_BIASES, Rows, SlotWrites, StepPlan, TokenWrites
 
 Words = NDArray[np.int32]
 
@@ -20,7 +21,8 @@ SCALARS = ("num_rows", "num_tokens", "rows_unchanged")
 _ALIGN_WORDS = 4
 _ROW_FIELDS = ("slot", "generation", "start", "width", "bound", "samples")
 _PAGE_FIELDS = ("group", "slot", "index", "page")
-_SLOT_FIELDS = ("slot", "generation", "temperature", "top_k", "top_p", "min_p", "sample_index")
+_SLOT_FIELDS = tuple(field.name for field in dataclasses.fields(SlotWrites) if field.name != "seed")
+_TOKEN_FIELDS = tuple(field.name for field in dataclasses.fields(TokenWrites))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ def packet_schema(config: EngineConfig) -> PacketSchema:
             *(Field(f"pages.{name}", pages) for name in _PAGE_FIELDS),
             *(Field(f"slots.{name}", rows) for name in _SLOT_FIELDS),
             Field("slots.seed", 2 * rows),
+            *(Field(f"tokens.{name}", 2 * MAX_BIASES) for name in _TOKEN_FIELDS),
+            Field("targets", config.max_step_tokens),
         )
     )
 
@@ -87,6 +91,13 @@ class PacketWriter:
                 f"slots.{name}": getattr(plan.slot_writes, name).view(np.int32)
                 for name in (*_SLOT_FIELDS, "seed")
             }
+        if len(plan.token_writes):
+            values |= {
+                f"tokens.{name}": getattr(plan.token_writes, name).view(np.int32)
+                for name in _TOKEN_FIELDS
+            }
+        if len(plan.targets):
+            values["targets"] = plan.targets
         words[: len(SCALARS)] = (len(plan.rows), plan.num_tokens, rows_unchanged)
         return self._write_fields(values, words)
 

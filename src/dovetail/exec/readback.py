@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.sched.plan import Readout, StepPlan, StepResult
+from dovetail.config.payload import PAYLOAD_ALIGN
+from dovetail.sched.plan import Readout, Score, StepPlan, StepResult, TokenScores
 
 RESULT_WORDS = 3
 """Words a row of the result block: token id, logprob bits, status."""
+
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,68 +30,114 @@ class ColumnSpec:
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's value."""
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
-
 
 @dataclass(frozen=True, slots=True)
 class PayloadSlice:
-    """Where one column of one read-out lies in the payload block."""
+    """An array in the payload block."""
 
-    readout: Readout
-    column: str
     offset: int
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array."""
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+    def view(self, block: Bytes) -> NDArray[np.generic]:
+        """Return the array as a view of its place in ``block``."""
+        data = block[self.offset : self.offset + self.num_bytes]
+        return data.view(self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSlices:
+    """Where the four arrays of one ``Score`` lie; see ``TokenScores``."""
+
+    score: Score
+    logprobs: PayloadSlice
+    top_ids: PayloadSlice
+    top_logprobs: PayloadSlice
+    id_logprobs: PayloadSlice
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadLayout:
+    """Where everything a plan asks for lies in the payload block.
+
+    Attributes:
+        readouts: per read-out, column name -> slice.
+        scores: per score.
+        num_bytes: all together; 0 if the plan asks for nothing.
+    """
+
+    readouts: tuple[tuple[Readout, dict[str, PayloadSlice]], ...]
+    scores: tuple[ScoreSlices, ...]
     num_bytes: int
 
 
-def payload_layout(
-    plan: StepPlan, specs: dict[str, ColumnSpec]
-) -> tuple[tuple[PayloadSlice, ...], int]:
-    """Return the slices of a plan's read-outs and the bytes they take together."""
-    slices: list[PayloadSlice] = []
+def payload_layout(plan: StepPlan, columns: dict[str, ColumnSpec]) -> PayloadLayout:
+    """Return the payload layout of a plan."""
     end = 0
-    for readout in plan.readouts:
-        for column in readout.columns:
-            num_bytes = (readout.end - readout.start) * specs[column].token_bytes
-            slices.append(PayloadSlice(readout, column, end, num_bytes))
-            end += -(-num_bytes // 16) * 16
-    return tuple(slices), end
+
+    def place(dtype: np.dtype[np.generic], *shape: int) -> PayloadSlice:
+        nonlocal end
+        item = PayloadSlice(end, dtype, shape)
+        end += -(-item.num_bytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
+        return item
+
+    def place_column(readout: Readout, column: str) -> PayloadSlice:
+        spec = columns[column]
+        return place(spec.dtype, readout.end - readout.start, *spec.shape)
+
+    def place_score(score: Score) -> ScoreSlices:
+        return ScoreSlices(
+            score,
+            logprobs=place(np.dtype(np.float32), score.count if score.is_prompt else 0),
+            top_ids=place(np.dtype(np.int32), score.count, score.num_top),
+            top_logprobs=place(np.dtype(np.float32), score.count, score.num_top),
+            id_logprobs=place(np.dtype(np.float32), score.count, score.num_ids),
+        )
+
+    readouts = tuple(
+        (readout, {column: place_column(readout, column) for column in readout.columns})
+        for readout in plan.readouts
+    )
+    scores = tuple(place_score(score) for score in plan.scores)
+    return PayloadLayout(readouts, scores, end)
 
 
 def read_result(
     plan: StepPlan,
     result_words: NDArray[np.int32],
+    payload: Bytes | None,
+    layout: PayloadLayout,
     *,
     max_rows: int,
-    readouts: tuple[dict[str, NDArray[np.generic]], ...],
 ) -> StepResult:
-    """Return the step's result as copies of what lies in its host block."""
-    num_rows = len(plan.rows)
+    """Return the step's result as copies of what lies in its host blocks."""
     table = result_words[: RESULT_WORDS * max_rows].reshape(RESULT_WORDS, max_rows)
-    words = table[:, :num_rows].copy()
+    words = table[:, : len(plan.rows)].copy()
+    # An empty read-out or score takes no bytes, so there may be no block at all.
+    block = np.zeros(0, dtype=np.uint8) if payload is None else payload
     return StepResult(
         step_id=plan.step_id,
         token_ids=words[0][:, None],
         counts=plan.rows.samples,
         logprobs=words[1].view(np.float32)[:, None],
         status=words[2],
-        readouts=readouts,
+        scores=tuple(_read_scores(slices, block) for slices in layout.scores),
+        readouts=tuple(
+            {column: item.view(block).copy() for column, item in slices.items()}
+            for _, slices in layout.readouts
+        ),
     )
 
 
-def read_payload(
-    plan: StepPlan,
-    payload_words: NDArray[np.int32],
-    slices: tuple[PayloadSlice, ...],
-    specs: dict[str, ColumnSpec],
-) -> tuple[dict[str, NDArray[np.generic]], ...]:
-    """Return the read-outs of a plan as copies of what lies in its payload block."""
-    payload_bytes = payload_words.view(np.uint8)
-    columns: dict[Readout, dict[str, NDArray[np.generic]]] = {r: {} for r in plan.readouts}
-    for item in slices:
-        spec = specs[item.column]
-        data = payload_bytes[item.offset : item.offset + item.num_bytes].copy()
-        columns[item.readout][item.column] = data.view(spec.dtype).reshape(-1, *spec.shape)
-    return tuple(columns.values())
+def _read_scores(slices: ScoreSlices, block: Bytes) -> TokenScores:
+    return TokenScores(
+        logprobs=slices.logprobs.view(block).astype(np.float32),
+        top_ids=slices.top_ids.view(block).astype(np.int32),
+        top_logprobs=slices.top_logprobs.view(block).astype(np.float32),
+        id_logprobs=slices.id_logprobs.view(block).astype(np.float32),
+    )

@@ -17,11 +17,13 @@ class TransferBlock:
         host: uint8, see ``Device.host_block``.
         device: uint8, on the device.
         words: int32 view of ``host`` for the present user of the block.
+        num_bytes: size of either.
         in_use: between ``BlockRing.acquire`` and ``BlockRing.release``.
     """
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
+        self.num_bytes = num_bytes
         self.host = device.host_block(num_bytes)
         self.device = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
         self.words = self.open()

@@ -9,7 +9,7 @@ import torch
 
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.device import Device
-from dovetail.sampling.state import SamplingColumns
+from dovetail.sampling.state import SamplingState
 
 
 class DeviceState:
@@ -20,7 +20,7 @@ class DeviceState:
         kv_len: int64 [slots], cached tokens: the position of the next input token.
         last_token: int64 [slots], the token sampled last, -1 before the first.
         page_table: int64 [slots, pages].
-        sampling: see ``SamplingColumns``.
+        sampling: see ``SamplingState``.
 
     The arrays are numpy views of the tensors of the same name with ``_tensor``.
     """
@@ -37,11 +37,11 @@ class DeviceState:
         self.kv_len = self.kv_len_tensor.numpy()
         self.last_token = self.last_token_tensor.numpy()
         self.page_table = self.page_table_tensor.numpy()
-        self.sampling = SamplingColumns(slots, device=where)
+        self.sampling = SamplingState(slots, device=where)
         device.register_state(
             self.generation_tensor,
             self.kv_len_tensor,
             self.last_token_tensor,
             self.page_table_tensor,
-            *self.sampling.columns.values(),
+            *self.sampling.tensors,
         )

@@ -177,9 +177,67 @@ def prefill_attention(
     return attention.prefill_attention(q_THD, k_cache_CKD, v_cache_CKD, kv_slots_S=kv_slots_S)
 
 
+Draws = sampling.Draws
+
+
+def penalize(
+    logits_NV: Tensor,
+    *,
+    row_S: Tensor,
+    token_S: Tensor,
+    is_output_S: Tensor,
+    repetition_N: Tensor,
+    frequency_N: Tensor,
+    presence_N: Tensor,
+) -> Tensor:
+    """Make tokens that have occurred less likely.
+
+    Repetition (CTRL, arXiv 1909.05858): the logit of a token that occurs in prompt or output is
+    divided by the penalty if positive, else multiplied by it. Then frequency times the token's
+    count in the output is subtracted, and presence if that count is not zero.
+
+    Args:
+        logits_NV: float32.
+        row_S: int64, whose token each entry is. Here S runs over the tokens so far of all rows.
+        token_S: int64.
+        is_output_S: bool, generated rather than prompt.
+        repetition_N: float32, 1 does nothing.
+        frequency_N: float32, 0 does nothing.
+        presence_N: float32, 0 does nothing.
+
+    Returns:
+        [N, V].
+    """
+    return sampling.penalize(
+        logits_NV,
+        row_S=row_S,
+        token_S=token_S,
+        is_output_S=is_output_S,
+        repetition_N=repetition_N,
+        frequency_N=frequency_N,
+        presence_N=presence_N,
+    )
+
+
+def add_bias(logits_NV: Tensor, *, row_B: Tensor, token_B: Tensor, value_B: Tensor) -> Tensor:
+    """Add numbers to single logits; -inf forbids a token.
+
+    Args:
+        logits_NV: float32.
+        row_B: int64. B runs over the biases of all rows; a logit may have several.
+        token_B: int64.
+        value_B: float32.
+
+    Returns:
+        [N, V].
+    """
+    return sampling.add_bias(logits_NV, row_B=row_B, token_B=token_B, value_B=value_B)
+
+
 def sample(
     logits_NV: Tensor,
     *,
+    raw_NV: Tensor,
     temperature_N: Tensor,
     top_k_N: Tensor,
     top_p_N: Tensor,
@@ -187,7 +245,8 @@ def sample(
     seed_N: Tensor,
     position_N: Tensor,
     sample_index_N: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    logprob_kind_N: Tensor,
+) -> Draws:
     """Draw one token a row: the argmax of ``logits / temperature`` plus Gumbel noise.
 
     Noise is Philox4x32-10 (Salmon et al., SC 2011) keyed by the 64-bit seed, low word first, with
@@ -198,10 +257,11 @@ def sample(
     Truncation works on the probabilities at the row's temperature, tokens ordered by probability
     and then by id: top-k keeps the first k; top-p keeps, of the distribution renormalised over
     those, the tokens before which less than p has been gathered; min-p drops what is less likely
-    than min_p times the likeliest.
+    than min_p times the likeliest. Greedy rows are not truncated.
 
     Args:
-        logits_NV: float32.
+        logits_NV: float32, penalties and biases applied.
+        raw_NV: float32, the model's own.
         temperature_N: float32.
         top_k_N: int64, 0 keeps all.
         top_p_N: float32.
@@ -209,15 +269,17 @@ def sample(
         seed_N: int64, the bit pattern of the seed.
         position_N: int64, the index that the drawn token will have in its sequence.
         sample_index_N: int64.
+        logprob_kind_N: int64, what is reported: 0 log-softmax of ``logits / temperature`` (1 for
+            greedy) before truncation; 1 of ``raw_NV``; 2 of ``logits / temperature`` after
+            truncation.
 
     Returns:
-        Token ids, int64 [N]; their log-softmax at the row's temperature (1 for greedy) before
-        truncation, float32 [N]; and a status, int64 [N]: 0 is good, 1 means logits that are not
-        finite, 2 that no token was left. The id of a row whose status is not 0 means nothing, but
-        is a legal id.
+        See ``Draws``. Status 0 is good, 1 means logits that are not finite, 2 that no token was
+        left.
     """
     return sampling.sample(
         logits_NV,
+        raw_NV=raw_NV,
         temperature_N=temperature_N,
         top_k_N=top_k_N,
         top_p_N=top_p_N,
@@ -225,4 +287,21 @@ def sample(
         seed_N=seed_N,
         position_N=position_N,
         sample_index_N=sample_index_N,
+        logprob_kind_N=logprob_kind_N,
     )
+
+
+def top_logprobs(logits_NV: Tensor, log_total_N: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Return the likeliest ids of each row and their logprobs, likeliest first.
+
+    Which of equal ones comes first is left open.
+
+    Args:
+        logits_NV: float32.
+        log_total_N: float32, logsumexp of each row.
+        num_top: how many, at most V.
+
+    Returns:
+        ids, int64 [N, num_top]; logprobs, float32 [N, num_top].
+    """
+    return sampling.top_logprobs(logits_NV, log_total_N, num_top)

@@ -1,14 +1,89 @@
-"""May a waiting sequence start?"""
+"""May a waiting sequence start? Memory it will need, and prefixes it should wait for."""
 
+from dovetail.cache.ledger import KVLedger
 from dovetail.config.schema import EngineConfig
 from dovetail.sched.sequence import Sequence
 
+_FIRST_GUESS = 0.5
+_MEMORY = 0.95
+_RETRACTION_STEP = 0.1
 
-def admission_len(sequence: Sequence, config: EngineConfig, *, num_running: int) -> int:
-    """Return the tokens there must be room for before ``sequence`` starts.
 
-    Its known tokens, and a page for each running sequence to grow by: a start that
-    takes the last pages would be retracted in the very next step. With nothing else
-    running its own tokens are enough.
+class LengthEstimate:
+    """How much of ``max_new_tokens`` requests really use, learnt from those that ended.
+
+    Starting a sequence whose output will not fit costs a retraction and a second
+    prefill; reserving every ``max_new_tokens`` in full leaves memory idle. A moving
+    average of the share that was used lies in between, and a retraction, which says
+    that it was too low, raises it.
     """
-    return sequence.known_len + num_running * config.page_size
+
+    def __init__(self) -> None:
+        self.share = _FIRST_GUESS
+
+    def observe(self, sequence: Sequence) -> None:
+        """Learn from a generation that ended by itself."""
+        used = len(sequence.record) / max(sequence.request.max_new_tokens, 1)
+        self.share = _MEMORY * self.share + (1 - _MEMORY) * used
+
+    def observe_retraction(self) -> None:
+        """Learn from a sequence that lost its memory."""
+        self.share = min(1.0, self.share + _RETRACTION_STEP)
+
+    def growth(self, sequence: Sequence, page_size: int) -> int:
+        """Return how many tokens the sequence is expected to grow by, a page at least."""
+        expected = int(self.share * sequence.request.max_new_tokens)
+        return max(page_size, expected - len(sequence.record))
+
+
+class PrefixHolds:
+    """Sequences that are computing prompts which others wait to share.
+
+    A group of equal prompts arrives at once; if all start at once, all compute the same
+    prefix. So a sequence that shares more full pages with a running prefill than are
+    published is held back until they are, or until that prefill ends.
+
+    Owns an index of running prefills by their first page.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._page_size = config.page_size
+        self._is_active = config.prefix_cache
+        self._leaders: dict[tuple[bytes, tuple[int, ...]], list[Sequence]] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        """Remember a sequence that starts its prefill."""
+        if self._is_active and sequence.known_len > self._page_size:
+            self._leaders.setdefault(self._key(sequence), []).append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence whose prefill is published, or which does not run any more."""
+        leaders = self._leaders.get(self._key(sequence))
+        if leaders and sequence in leaders:
+            leaders.remove(sequence)
+            if not leaders:
+                del self._leaders[self._key(sequence)]
+
+    def is_held(self, sequence: Sequence, ledger: KVLedger) -> bool:
+        """True if ``sequence`` should wait for somebody's prefill."""
+        if not self._is_active or sequence.known_len <= self._page_size:
+            return False
+        leaders = self._leaders.get(self._key(sequence))
+        if not leaders:
+            return False
+        cached = ledger.match_len(
+            sequence.request.namespace, sequence.known_ids, max_cached=sequence.max_cached_len
+        )
+        return any(self._shared_len(sequence, leader) > cached for leader in leaders)
+
+    def _shared_len(self, sequence: Sequence, leader: Sequence) -> int:
+        """Return the tokens of full pages that both begin with and ``sequence`` could reuse."""
+        size, mine, theirs = self._page_size, sequence.known_ids, leader.known_ids
+        most = min(sequence.max_cached_len, leader.prefill_len) // size * size
+        shared = 0
+        while shared < most and mine[shared : shared + size] == theirs[shared : shared + size]:
+            shared += size
+        return shared
+
+    def _key(self, sequence: Sequence) -> tuple[bytes, tuple[int, ...]]:
+        return sequence.request.namespace, tuple(sequence.known_ids[: self._page_size])

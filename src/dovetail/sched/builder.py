@@ -2,58 +2,129 @@
 
 import numpy as np
 
-from dovetail.sched.plan import FROM_DEVICE, PageWrites, Readout, Rows, SlotWrites, StepPlan
+from dovetail.config.payload import readout_bytes, score_bytes
+from dovetail.sched.plan import (
+    FROM_DEVICE,
+    LogprobKindId,
+    PageWrites,
+    Readout,
+    Rows,
+    Score,
+    SlotWrites,
+    StepPlan,
+    TokenTable,
+    TokenWrites,
+)
 from dovetail.sched.sequence import Sequence
 
 
 class PlanBuilder:
-    """A plan being written. Used once, by ``Scheduler.plan``."""
+    """A plan being written, within budgets. Used once, by ``Scheduler.plan``.
 
-    def __init__(self) -> None:
+    Args:
+        max_page_writes: page-table entries that a plan may change.
+        max_token_writes: token-table entries that a plan may change.
+        max_payload_bytes: bytes that a step may return beside its result block.
+    """
+
+    def __init__(
+        self, *, max_page_writes: int, max_token_writes: int, max_payload_bytes: int
+    ) -> None:
         self._rows: list[tuple[int, int, int, int, int, int]] = []
         self._token_ids: list[int] = []
         self._page_writes: list[tuple[int, int, int, int]] = []
+        self._token_writes: list[tuple[int, int, int, int, float, int]] = []
         self._tenants: list[Sequence] = []
+        self._scores: list[Score] = []
+        self._targets: list[int] = []
         self._readouts: list[Readout] = []
+        self._page_writes_left = max_page_writes
+        self._token_writes_left = max_token_writes
+        self._payload_bytes_left = max_payload_bytes
 
     @property
     def is_empty(self) -> bool:
         """True while there is nothing to submit."""
         return not self._rows and not self._readouts
 
-    @property
-    def num_page_writes(self) -> int:
-        """Page-table entries the plan changes so far."""
-        return len(self._page_writes)
+    def has_room_for_tenant(self, sequence: Sequence, *, num_pages: int) -> bool:
+        """True if the sequence's tables fit into this plan."""
+        num_entries = len(sequence.biases) + len(sequence.request.logprobs.token_ids_logprob)
+        return num_pages <= self._page_writes_left and num_entries <= self._token_writes_left
+
+    def has_room_for_readout(self, num_tokens: int) -> bool:
+        """True if a read-out of this length fits into this plan."""
+        return readout_bytes(num_tokens) <= self._payload_bytes_left
+
+    def max_scored(self, sequence: Sequence) -> int:
+        """Return how many prompt positions of the sequence the payload has room for."""
+        logprobs = sequence.request.logprobs
+        return self._payload_bytes_left // score_bytes(
+            1, num_top=logprobs.top_logprobs_num, num_ids=len(logprobs.token_ids_logprob)
+        )
 
     def add_tenant(self, sequence: Sequence) -> None:
         """Tell the device who lives in the sequence's slot and how it samples."""
         self._tenants.append(sequence)
+        slot = sequence.slot
+        entries = [
+            (TokenTable.BIAS, slot, index, token_id, value, until)
+            for index, (token_id, value, until) in enumerate(sequence.biases)
+        ] + [
+            (TokenTable.REPORT, slot, index, token_id, 0.0, 0)
+            for index, token_id in enumerate(sequence.request.logprobs.token_ids_logprob)
+        ]
+        self._token_writes += entries
+        self._token_writes_left -= len(entries)
 
     def add_pages(self, sequence: Sequence) -> None:
         """Tell the device the table entries it has not been told yet."""
         assert sequence.holding is not None
         for group, table in enumerate(sequence.holding.tables):
             sent = sequence.num_pages_sent[group]
+            if sent == len(table):
+                continue
             for index in range(sent, len(table)):
                 self._page_writes.append((group, sequence.slot, index, table[index]))
+            self._page_writes_left -= len(table) - sent
             sequence.num_pages_sent[group] = len(table)
 
     def add_decode(self, sequence: Sequence, *, bound: int) -> None:
         """Forward the token that the device sampled last, and sample the next."""
         self._rows.append((sequence.slot, sequence.generation, FROM_DEVICE, 1, bound, 1))
+        self._score_sample(sequence, width=1)
 
     def add_prefill(self, sequence: Sequence, *, width: int, bound: int, samples: int) -> None:
         """Forward the next ``width`` known tokens."""
         start = sequence.planned_len
         self._rows.append((sequence.slot, sequence.generation, start, width, bound, samples))
         self._token_ids.extend(sequence.known_ids[start : start + width])
+        targets = sequence.score_targets(start, width)
+        if targets:
+            self._add_score(
+                sequence, first=targets.start - 1 - start, count=len(targets), is_prompt=True
+            )
+            self._targets.extend(sequence.known_ids[targets.start : targets.stop])
+            sequence.planned_score = targets.stop
+        if samples:
+            self._score_sample(sequence, width=width)
+
+    def _score_sample(self, sequence: Sequence, *, width: int) -> None:
+        if sequence.wants_scores:
+            self._add_score(sequence, first=width - 1, count=1, is_prompt=False)
+
+    def _add_score(self, sequence: Sequence, *, first: int, count: int, is_prompt: bool) -> None:
+        logprobs = sequence.request.logprobs
+        num_top, num_ids = logprobs.top_logprobs_num, len(logprobs.token_ids_logprob)
+        self._scores.append(Score(len(self._rows) - 1, first, count, num_top, num_ids, is_prompt))
+        self._payload_bytes_left -= score_bytes(count, num_top=num_top, num_ids=num_ids)
 
     def add_readout(self, sequence: Sequence, *, start: int, end: int) -> None:
         """Read back the sequence's captured columns of positions ``[start, end)``."""
         self._readouts.append(
             Readout(sequence.slot, sequence.generation, start, end, sequence.request.capture)
         )
+        self._payload_bytes_left -= readout_bytes(end - start)
 
     def build(self, *, step_id: int, epoch: int) -> StepPlan:
         """Return the finished plan."""
@@ -73,19 +144,46 @@ class PlanBuilder:
             token_ids=np.array(self._token_ids, dtype=np.int32),
             page_writes=PageWrites(group=pages[0], slot=pages[1], index=pages[2], page=pages[3]),
             slot_writes=_slot_writes(self._tenants),
+            token_writes=_token_writes(self._token_writes),
+            scores=tuple(self._scores),
+            targets=np.array(self._targets, dtype=np.int32),
             readouts=tuple(self._readouts),
         )
 
 
 def _slot_writes(tenants: list[Sequence]) -> SlotWrites:
-    params = [tenant.request.sampling for tenant in tenants]
+    def ints(values: list[int]) -> np.ndarray:
+        return np.array(values, dtype=np.int32)
+
+    def floats(name: str) -> np.ndarray:
+        return np.array([getattr(t.request.sampling, name) for t in tenants], dtype=np.float32)
+
     return SlotWrites(
-        slot=np.array([tenant.slot for tenant in tenants], dtype=np.int32),
-        generation=np.array([tenant.generation for tenant in tenants], dtype=np.int32),
-        temperature=np.array([item.temperature for item in params], dtype=np.float32),
-        top_k=np.array([max(item.top_k, 0) for item in params], dtype=np.int32),
-        top_p=np.array([item.top_p for item in params], dtype=np.float32),
-        min_p=np.array([item.min_p for item in params], dtype=np.float32),
-        seed=np.array([tenant.request.seed for tenant in tenants], dtype=np.uint64),
-        sample_index=np.zeros(len(tenants), dtype=np.int32),
+        slot=ints([t.slot for t in tenants]),
+        generation=ints([t.generation for t in tenants]),
+        temperature=floats("temperature"),
+        top_k=ints([max(t.request.sampling.top_k, 0) for t in tenants]),
+        top_p=floats("top_p"),
+        min_p=floats("min_p"),
+        seed=np.array([t.request.seed for t in tenants], dtype=np.uint64),
+        sample_index=ints([t.sample_index for t in tenants]),
+        repetition_penalty=floats("repetition_penalty"),
+        frequency_penalty=floats("frequency_penalty"),
+        presence_penalty=floats("presence_penalty"),
+        logprob_kind=ints([LogprobKindId[t.request.logprobs.kind.upper()] for t in tenants]),
+        prompt_len=ints([t.prompt_len for t in tenants]),
+        num_biases=ints([len(t.biases) for t in tenants]),
+    )
+
+
+def _token_writes(entries: list[tuple[int, int, int, int, float, int]]) -> TokenWrites:
+    columns = list(zip(*entries, strict=True)) if entries else [()] * 6
+    table, slot, index, token_id, value, until = columns
+    return TokenWrites(
+        table=np.array(table, dtype=np.int32),
+        slot=np.array(slot, dtype=np.int32),
+        index=np.array(index, dtype=np.int32),
+        token_id=np.array(token_id, dtype=np.int32),
+        value=np.array(value, dtype=np.float32),
+        until=np.array(until, dtype=np.int32),
     )

@@ -7,15 +7,13 @@ ABORTED = FinishReason(type="abort")
 LENGTH = FinishReason(type="length")
 
 
-def finish_after(
-    sequence: Sequence, token_id: int, eos_token_ids: frozenset[int]
-) -> FinishReason | None:
-    """Return why ``sequence`` ends with ``token_id``, its newest token, or None.
+def finish_after(sequence: Sequence, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    """Return why ``sequence`` ends with its newest token, or None.
 
     An id rule comes before a stop string, and both before the length limit, so a
     stop on the very last allowed token is reported as a stop.
     """
-    sampling = sequence.request.sampling
+    sampling, token_id = sequence.request.sampling, sequence.known_ids[-1]
     if sampling.stop_token_ids and token_id in sampling.stop_token_ids:
         return FinishReason(type="stop", matched=token_id)
     if token_id in eos_token_ids and not sampling.ignore_eos:

@@ -24,6 +24,32 @@ class RowStatus(IntEnum):
     EMPTY_SUPPORT = 2  # no token was left to draw from
 
 
+class LogprobKindId(IntEnum):
+    """``wire.request.LogprobKind`` as a number."""
+
+    SCALED = 0
+    RAW = 1
+    TRUNCATED = 2
+
+
+class TokenTable(IntEnum):
+    """The tables of tokens that each slot has on the device."""
+
+    BIAS = 0  # ids whose logits change
+    REPORT = 1  # ids whose logprobs are reported
+
+
+MAX_BIASES = 1024
+"""Most entries of a slot's bias table: logit biases, and ids held back by min_new_tokens."""
+
+MAX_REPORTED_IDS = 128
+"""Most entries of a slot's report table."""
+
+
+def _no_ids() -> NDArray[np.int32]:
+    return np.zeros(0, dtype=np.int32)
+
+
 def _freeze(value: object) -> None:
     for item in fields(value):  # type: ignore[arg-type]
         array = getattr(value, item.name)
@@ -97,6 +123,11 @@ class SlotWrites:
         min_p: float32 [N].
         seed: uint64 [N].
         sample_index: int32 [N]; counter word 2 of the noise.
+        repetition_penalty: float32 [N]; 1 does nothing.
+        frequency_penalty, presence_penalty: float32 [N]; 0 does nothing.
+        logprob_kind: int32 [N], a ``LogprobKindId``.
+        prompt_len: int32 [N]; tokens from here on count as generated.
+        num_biases: int32 [N], entries of the slot in the bias table.
     """
 
     slot: NDArray[np.int32]
@@ -107,12 +138,86 @@ class SlotWrites:
     min_p: NDArray[np.float32]
     seed: NDArray[np.uint64]
     sample_index: NDArray[np.int32]
+    repetition_penalty: NDArray[np.float32]
+    frequency_penalty: NDArray[np.float32]
+    presence_penalty: NDArray[np.float32]
+    logprob_kind: NDArray[np.int32]
+    prompt_len: NDArray[np.int32]
+    num_biases: NDArray[np.int32]
 
     def __post_init__(self) -> None:
         _freeze(self)
 
     def __len__(self) -> int:
         return len(self.slot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenWrites:
+    """New entries of the slots' token tables, applied with the slot writes.
+
+    Attributes:
+        table: int32 [N], a ``TokenTable``.
+        slot: int32 [N].
+        index: int32 [N], position in the slot's table.
+        token_id: int32 [N].
+        value: float32 [N], added to the token's logit; bias table only.
+        until: int32 [N], the bias holds for draws at positions before this.
+    """
+
+    table: NDArray[np.int32]
+    slot: NDArray[np.int32]
+    index: NDArray[np.int32]
+    token_id: NDArray[np.int32]
+    value: NDArray[np.float32]
+    until: NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        _freeze(self)
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Probabilities that a step reports beside the chosen tokens' own logprobs.
+
+    Of a row's tokens ``[first, first + count)``: each token's hidden state gives the
+    distribution of the token after it.
+
+    Attributes:
+        row: index in the plan's rows.
+        first, count: which of the row's tokens.
+        num_top: likeliest ids to report.
+        num_ids: ids of the slot's report table to report.
+        is_prompt: the next tokens are known (``StepPlan.targets``) and their logprobs are
+            reported; else the next token is sampled, and ``count`` is 1.
+    """
+
+    row: int
+    first: int
+    count: int
+    num_top: int
+    num_ids: int
+    is_prompt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a ``Score`` asked for. P positions, K top ids, J asked ids.
+
+    Attributes:
+        logprobs: float32 [P] of the known next tokens; empty for a sampled one.
+        top_ids: int32 [P, K], likeliest first.
+        top_logprobs: float32 [P, K].
+        id_logprobs: float32 [P, J].
+    """
+
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+    id_logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +243,9 @@ class StepPlan:
         epoch: weights epoch the step runs under.
         rows: see ``Rows``.
         token_ids: int32 [U], input tokens of the prefill rows, in row order.
-        page_writes, slot_writes: state changes applied first.
+        page_writes, slot_writes, token_writes: state changes applied first.
+        scores: see ``Score``; in row order, a row's prompt before its sampled token.
+        targets: int32, for each prompt score in order, the known next tokens.
         readouts: read-backs; a plan may hold read-outs alone.
     """
 
@@ -148,10 +255,14 @@ class StepPlan:
     token_ids: NDArray[np.int32]
     page_writes: PageWrites
     slot_writes: SlotWrites
+    token_writes: TokenWrites
+    scores: tuple[Score, ...] = ()
+    targets: NDArray[np.int32] = field(default_factory=_no_ids)
     readouts: tuple[Readout, ...] = ()
 
     def __post_init__(self) -> None:
         self.token_ids.setflags(write=False)
+        self.targets.setflags(write=False)
 
     @property
     def num_tokens(self) -> int:
@@ -169,6 +280,7 @@ class StepResult:
         counts: int32 [R], sampled tokens of the row.
         logprobs: float32 [R, W].
         status: int32 [R], a ``RowStatus`` each.
+        scores: one for each of ``plan.scores``.
         readouts: one mapping column -> array per ``plan.readouts``.
     """
 
@@ -177,6 +289,7 @@ class StepResult:
     counts: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     status: NDArray[np.int32]
+    scores: tuple[TokenScores, ...] = ()
     readouts: tuple[dict[str, NDArray[np.generic]], ...] = field(default=())
 
     def __post_init__(self) -> None:

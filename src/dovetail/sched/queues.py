@@ -1,38 +1,34 @@
-"""The sequences that wait and the sequences that run, each in arrival order."""
+"""Sequences in the order in which they are served."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import islice
 
 from dovetail.sched.sequence import Sequence
 
 
-class ArrivalQueue:
-    """Sequences sorted by arrival. A retracted one goes back to where it came from."""
+class RankedQueue:
+    """Sequences sorted by rank. A retracted one goes back to where it came from."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Insert at the sequence's place; the end, for a new arrival."""
-        insort(self._sequences, sequence, key=_arrival)
+        """Insert at the sequence's place."""
+        insort(self._sequences, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out; it must be there."""
-        index = bisect_left(self._sequences, sequence.arrival, key=_arrival)
+        index = bisect_left(self._sequences, sequence.rank, key=_rank)
         assert self._sequences[index] is sequence
         del self._sequences[index]
 
-    def pop_oldest(self) -> Sequence:
-        """Take the oldest out."""
-        return self._sequences.pop(0)
+    def first(self, count: int) -> list[Sequence]:
+        """Return the first ``count`` in line."""
+        return list(islice(self._sequences, count))
 
     @property
-    def oldest(self) -> Sequence | None:
-        """The first in line."""
-        return self._sequences[0] if self._sequences else None
-
-    @property
-    def youngest(self) -> Sequence | None:
+    def last(self) -> Sequence | None:
         """The last in line."""
         return self._sequences[-1] if self._sequences else None
 
@@ -43,5 +39,5 @@ class ArrivalQueue:
         return iter(self._sequences)
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

@@ -5,9 +5,8 @@ is done: it speaks in plans and results, and plain integers. Loop thread only.
 
 A step is one ragged plan: a decode row for every sequence that can take one, then
 prompt chunks up to a token budget, then new admissions (Sarathi-Serve, arXiv
-2403.02310, the same idea of stall-free mixed batches). First come, first served:
-memory is taken from the youngest sequence, so the oldest always gets on and
-everybody ends.
+2403.02310, the same idea of stall-free mixed batches). Memory is taken from the last
+in line, so the first always gets on and everybody ends.
 """
 
 from collections.abc import Callable
@@ -15,17 +14,18 @@ from collections.abc import Callable
 from dovetail.cache.ledger import KVLedger
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
-from dovetail.sched.admission import admission_len
+from dovetail.sched.admission import LengthEstimate, PrefixHolds
 from dovetail.sched.builder import PlanBuilder
+from dovetail.sched.events import last_event_of, news_of
 from dovetail.sched.finish import ABORTED, LENGTH, finish_after
-from dovetail.sched.plan import RowStatus, StepPlan, StepResult
-from dovetail.sched.queues import ArrivalQueue
+from dovetail.sched.plan import MAX_BIASES, RowStatus, StepPlan, StepResult, TokenScores
+from dovetail.sched.policy import WINDOW, ordered, rank
+from dovetail.sched.queues import RankedQueue
 from dovetail.sched.sequence import Sequence, SequenceState
 from dovetail.sched.slots import SlotTable
 from dovetail.sched.stop import StopMatcher
 from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason, TokenEvent
-from dovetail.wire.tensor import TensorEnvelope
 
 _STATUS_MESSAGES = {
     RowStatus.NON_FINITE: "the model produced logits that are not finite",
@@ -38,8 +38,8 @@ class Scheduler:
 
     Invariants: a sequence is in ``_waiting`` or ``_running`` or is leaving
     (RETRACTING, FINISHING), never in two; pages and slot are given up once, when
-    nothing of the sequence is in flight; every added request gets exactly one
-    event with a finish reason.
+    nothing of the sequence is in flight; every generation of an added request gets
+    exactly one event with a finish reason.
     """
 
     def __init__(
@@ -56,13 +56,16 @@ class Scheduler:
         self._special_ids = special_ids
         self._eos_token_ids = frozenset(config.model.eos_token_ids)
         self._slots = SlotTable(config.max_running)
-        self._waiting = ArrivalQueue()
-        self._running = ArrivalQueue()
-        self._sequences: dict[int, Sequence] = {}
-        self._leaving: dict[int, Sequence] = {}
+        self._waiting = RankedQueue()
+        self._running = RankedQueue()
+        self._leaving: dict[Sequence, None] = {}
+        self._open: dict[int, list[Sequence]] = {}
+        self._groups: dict[str, set[int]] = {}
+        self._holds = PrefixHolds(config)
+        self._lengths = LengthEstimate()
+        self._is_memory_short = False
         self._num_arrivals = 0
         self._num_steps = 0
-        self._max_page_writes = config.max_pages_per_sequence + config.max_running
         self.epoch = 0
 
     @property
@@ -78,32 +81,50 @@ class Scheduler:
     @property
     def num_open(self) -> int:
         """Requests that have not had their last event."""
-        return len(self._sequences)
+        return len(self._open)
 
     # -- requests come and go ------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a validated request."""
-        if request.request_id in self._sequences:
+        """Queue a validated request: one sequence for each of its ``n`` generations."""
+        if request.request_id in self._open:
             raise InvariantError(f"request id {request.request_id} is used twice")
-        sequence = Sequence(
-            request, arrival=self._num_arrivals, stop_matcher=self._stop_matcher(request)
-        )
-        self._num_arrivals += 1
-        self._sequences[request.request_id] = sequence
-        self._waiting.add(sequence)
+        sequences = self._open[request.request_id] = []
+        for sample_index in range(request.sampling.n):
+            sequence = Sequence(
+                request,
+                sample_index=sample_index,
+                rank=rank(
+                    self._config.policy, priority=request.priority, arrival=self._num_arrivals
+                ),
+                eos_token_ids=self._eos_token_ids,
+                stop_matcher=self._stop_matcher(request),
+            )
+            self._num_arrivals += 1
+            sequences.append(sequence)
+            self._waiting.add(sequence)
+        if request.group is not None:
+            self._groups.setdefault(request.group, set()).add(request.request_id)
+        self._is_memory_short = False  # the newcomer may be smaller, or first in line
 
     def abort(self, request_id: int) -> list[TokenEvent]:
         """End a request now, wherever it is. Unknown and ended ids are no news."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.finish is not None:
-            return []
-        return self._decide_finish(sequence, ABORTED)
+        return self._finish_open(list(self._open.get(request_id, ())), ABORTED)
+
+    def abort_group(self, group: str) -> list[TokenEvent]:
+        """End all open requests with this group label."""
+        events: list[TokenEvent] = []
+        for request_id in sorted(self._groups.get(group, ())):
+            events += self.abort(request_id)
+        return events
 
     def abort_all(self, reason: FinishReason = ABORTED) -> list[TokenEvent]:
         """End every request that is open."""
+        return self._finish_open([s for group in self._open.values() for s in group], reason)
+
+    def _finish_open(self, sequences: list[Sequence], reason: FinishReason) -> list[TokenEvent]:
         events: list[TokenEvent] = []
-        for sequence in list(self._sequences.values()):
+        for sequence in sequences:
             if sequence.finish is None:
                 events += self._decide_finish(sequence, reason)
         return events
@@ -119,10 +140,15 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if nothing can be forwarded now."""
-        builder = PlanBuilder()
+        config = self._config
+        builder = PlanBuilder(
+            max_page_writes=config.max_pages_per_sequence + config.max_running,
+            max_token_writes=2 * MAX_BIASES,
+            max_payload_bytes=config.max_payload_bytes,
+        )
         self._plan_readouts(builder)
         self._plan_decodes(builder)
-        budget = self._plan_chunks(builder, self._config.chunk_size)
+        budget = self._plan_chunks(builder, config.chunk_size)
         self._admit(builder, budget)
         if builder.is_empty:
             return None
@@ -131,10 +157,8 @@ class Scheduler:
         return plan
 
     def _plan_readouts(self, builder: PlanBuilder) -> None:
-        budget = self._config.context_len
-        for sequence in self._leaving.values():
-            if self._needs_readout(sequence) and sequence.computed_len <= budget:
-                budget -= sequence.computed_len
+        for sequence in self._leaving:
+            if sequence.needs_readout and builder.has_room_for_readout(sequence.computed_len):
                 builder.add_readout(sequence, start=0, end=sequence.computed_len)
                 sequence.readout_planned = True
                 sequence.num_inflight += 1
@@ -142,14 +166,14 @@ class Scheduler:
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         for sequence in list(self._running):
             if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
-                continue  # an older row of this very plan may have retracted it
+                continue  # an earlier row of this very plan may have retracted it
             if not sequence.may_sample or not self._extend(sequence, sequence.planned_len + 1):
                 continue
             builder.add_pages(sequence)
+            builder.add_decode(sequence, bound=self._bound(sequence))
             sequence.planned_len += 1
             sequence.pending_samples += 1
             sequence.num_inflight += 1
-            builder.add_decode(sequence, bound=self._bound(sequence))
 
     def _plan_chunks(self, builder: PlanBuilder, budget: int) -> int:
         for sequence in self._running:
@@ -161,6 +185,10 @@ class Scheduler:
 
     def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence, budget: int) -> int:
         width = min(budget, sequence.prefill_len - sequence.planned_len)
+        if sequence.score_targets(sequence.planned_len, width):
+            width = min(width, builder.max_scored(sequence))
+        if width == 0:
+            return 0
         is_last = sequence.planned_len + width == sequence.prefill_len
         samples = int(is_last and sequence.may_sample)
         builder.add_prefill(sequence, width=width, bound=self._bound(sequence), samples=samples)
@@ -170,42 +198,67 @@ class Scheduler:
         return width
 
     def _admit(self, builder: PlanBuilder, budget: int) -> None:
-        while budget > 0 and self._slots.num_free:
-            sequence = self._waiting.oldest
-            if sequence is None or not self._open(sequence, builder):
+        if budget == 0 or self._is_memory_short or not len(self._waiting):
+            return
+        window = self._waiting.first(WINDOW)
+        for sequence in ordered(self._config.policy, window, self._match_len):
+            if budget == 0 or not self._slots.num_free:
                 return
-            self._waiting.pop_oldest()
-            self._running.add(sequence)
-            sequence.state = SequenceState.RUNNING
-            builder.add_tenant(sequence)
-            builder.add_pages(sequence)
+            if self._holds.is_held(sequence, self._ledger):
+                continue
+            if not self._start(sequence, builder):
+                return
             budget -= self._plan_chunk(builder, sequence, budget)
+            self._count_passes(sequence)
 
-    def _open(self, sequence: Sequence, builder: PlanBuilder) -> bool:
+    def _count_passes(self, admitted: Sequence) -> None:
+        for sequence in self._waiting.first(WINDOW):
+            if sequence.rank > admitted.rank:
+                return
+            sequence.num_passes += 1
+
+    def _match_len(self, sequence: Sequence) -> int:
+        return self._ledger.match_len(
+            sequence.request.namespace, sequence.known_ids, max_cached=sequence.max_cached_len
+        )
+
+    def _start(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """Give a waiting sequence its slot and the pages of all its known tokens, or nothing."""
         namespace, known_ids = sequence.request.namespace, sequence.known_ids
-        max_cached = sequence.known_len - 1 if self._config.prefix_cache else 0
-        pages = -(-sequence.known_len // self._config.page_size)
-        if builder.num_page_writes + pages > self._max_page_writes:
+        max_cached = sequence.max_cached_len if self._config.prefix_cache else 0
+        num_pages = -(-sequence.known_len // self._config.page_size)
+        if not builder.has_room_for_tenant(sequence, num_pages=num_pages):
             return False
         if not self._ledger.can_open(
             namespace,
             known_ids,
             max_cached=max_cached,
-            num_tokens=admission_len(sequence, self._config, num_running=len(self._running)),
+            num_tokens=sequence.known_len + self._expected_growth(sequence),
         ):
+            self._is_memory_short = True
             return False
         holding = self._ledger.open(namespace, known_ids, max_cached=max_cached)
         if not self._ledger.extend(holding, sequence.known_len):
             raise InvariantError("the ledger promised pages that it does not have")
         self._slots.take(sequence)
-        sequence.holding = holding
-        sequence.num_pages_sent = [0] * len(holding.tables)
-        sequence.prefill_len = sequence.known_len
-        sequence.planned_len = sequence.computed_len = holding.cached_len
-        if sequence.num_retractions == 0:
-            sequence.cached_len = holding.cached_len
+        sequence.start(holding)
+        self._waiting.remove(sequence)
+        self._running.add(sequence)
+        self._holds.add(sequence)
+        builder.add_tenant(sequence)
+        builder.add_pages(sequence)
         return True
+
+    def _expected_growth(self, sequence: Sequence) -> int:
+        """Return the tokens by which those that run, and ``sequence``, are expected to grow.
+
+        With nothing else running it starts whatever it may need: the pool holds any one request.
+        """
+        if not len(self._running):
+            return 0
+        page_size = self._config.page_size
+        growth = sum(self._lengths.growth(other, page_size) for other in self._running)
+        return growth + self._lengths.growth(sequence, page_size)
 
     def _bound(self, sequence: Sequence) -> int:
         assert sequence.holding is not None
@@ -214,29 +267,31 @@ class Scheduler:
     # -- memory --------------------------------------------------------------------------
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for ``num_tokens``, taking memory from younger sequences if needed.
+        """Make room for ``num_tokens``, taking memory from the last in line if needed.
 
         False if the sequence has to sit this step out: it was retracted itself, or
         pages are on their way from sequences that leave.
         """
         assert sequence.holding is not None
         while not self._ledger.extend(sequence.holding, num_tokens):
-            if self._leaving or self.retract_youngest() is sequence:
+            if self._leaving or self.retract_last() is sequence:
                 return False
         return True
 
-    def retract_youngest(self) -> Sequence | None:
-        """Take the youngest running sequence's memory; its record stays and it goes on later."""
-        sequence = self._running.youngest
+    def retract_last(self) -> Sequence | None:
+        """Take the memory of the last in line; its record stays and it goes on later."""
+        sequence = self._running.last
         if sequence is None:
             return None
+        self._lengths.observe_retraction()
         self._running.remove(sequence)
+        self._holds.remove(sequence)
         sequence.state = SequenceState.RETRACTING
         sequence.num_retractions += 1
         if sequence.num_inflight == 0:
             self._requeue(sequence)
         else:
-            self._leaving[sequence.request.request_id] = sequence
+            self._leaving[sequence] = None
         return sequence
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -249,13 +304,15 @@ class Scheduler:
         self._ledger.release(sequence.holding)
         self._slots.release(sequence)
         sequence.forget_memory()
+        self._is_memory_short = False
 
     # -- committing ----------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Learn what a step produced; return the news, oldest plan first."""
+        """Learn what a step produced; return the news, in row order."""
         assert plan.step_id == result.step_id
         events: list[TokenEvent] = []
+        sampled_scores = self._commit_prompt_scores(plan, result)
         rows = plan.rows
         columns = zip(
             rows.slot.tolist(),
@@ -267,23 +324,16 @@ class Scheduler:
             result.logprobs[:, 0].tolist(),
             strict=True,
         )
-        for slot, generation, width, samples, status, token_id, logprob in columns:
+        for row, (slot, generation, width, samples, status, token_id, logprob) in enumerate(
+            columns
+        ):
             sequence = self._slots.tenant(slot, generation)
             sequence.num_inflight -= 1
             sequence.pending_samples -= samples
             if sequence.finish is None:
-                self._commit_row(sequence, width)
-                if status != RowStatus.OK:
-                    message = _STATUS_MESSAGES[RowStatus(status)]
-                    events += self._decide_finish(
-                        sequence, FinishReason(type="error", message=message)
-                    )
-                    continue
-                if samples:
-                    sequence.append(token_id, logprob, plan.epoch)
-                    reason = finish_after(sequence, token_id, self._eos_token_ids)
-                else:
-                    reason = self._finish_without_output(sequence)
+                if samples and status == RowStatus.OK:
+                    sequence.append(token_id, logprob, plan.epoch, sampled_scores.get(row))
+                reason = self._commit_row(sequence, width=width, samples=samples, status=status)
                 if reason is not None:
                     events += self._decide_finish(sequence, reason)
                     continue
@@ -295,13 +345,33 @@ class Scheduler:
             events += self._settle(sequence)
         return events
 
-    def _commit_row(self, sequence: Sequence, width: int) -> None:
+    def _commit_prompt_scores(self, plan: StepPlan, result: StepResult) -> dict[int, TokenScores]:
+        """Commit the scores of prompt tokens; return those of sampled ones, by row."""
+        sampled: dict[int, TokenScores] = {}
+        for score, values in zip(plan.scores, result.scores, strict=True):
+            if not score.is_prompt:
+                sampled[score.row] = values
+                continue
+            slot, generation = plan.rows.slot[score.row], plan.rows.generation[score.row]
+            sequence = self._slots.tenant(int(slot), int(generation))
+            if sequence.finish is None:
+                sequence.append_prompt_scores(values)
+        return sampled
+
+    def _commit_row(
+        self, sequence: Sequence, *, width: int, samples: int, status: int
+    ) -> FinishReason | None:
+        """Learn that a row was forwarded; return why its sequence ends, or None."""
         sequence.computed_len += width
+        if status != RowStatus.OK:  # whatever made it so is not shared
+            return FinishReason(type="error", message=_STATUS_MESSAGES[RowStatus(status)])
         if self._config.prefix_cache:
             assert sequence.holding is not None
             self._ledger.publish(sequence.holding, sequence.known_ids, sequence.computed_len)
-
-    def _finish_without_output(self, sequence: Sequence) -> FinishReason | None:
+        if sequence.computed_len == sequence.prefill_len:
+            self._holds.remove(sequence)
+        if samples:
+            return finish_after(sequence, self._eos_token_ids)
         is_done = sequence.computed_len == sequence.known_len
         return LENGTH if is_done and sequence.request.max_new_tokens == 0 else None
 
@@ -309,56 +379,40 @@ class Scheduler:
         """The one terminal transition. The last event follows when nothing is in flight."""
         assert sequence.finish is None
         sequence.finish = reason
+        if reason.type in ("stop", "length"):
+            self._lengths.observe(sequence)
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
-            return [self._last_event(sequence)]
+            return [self._end(sequence)]
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
+            self._holds.remove(sequence)
         sequence.state = SequenceState.FINISHING
-        self._leaving[sequence.request.request_id] = sequence
+        self._leaving[sequence] = None
         return self._settle(sequence)
 
     def _settle(self, sequence: Sequence) -> list[TokenEvent]:
         """Return the sequence's news; let go of its memory if it leaves with nothing in flight."""
         if sequence.state is not SequenceState.RUNNING and sequence.num_inflight == 0:
             if sequence.state is SequenceState.RETRACTING:
-                del self._leaving[sequence.request.request_id]
+                del self._leaving[sequence]
                 self._requeue(sequence)
-            elif not self._needs_readout(sequence):
-                del self._leaving[sequence.request.request_id]
+            elif not sequence.needs_readout:
+                del self._leaving[sequence]
                 self._give_up_memory(sequence)
-                return [self._last_event(sequence)]
-        if sequence.num_emitted == len(sequence.record):
-            return []
-        return [self._event(sequence)]
+                return [self._end(sequence)]
+        return news_of(sequence)
 
-    def _needs_readout(self, sequence: Sequence) -> bool:
-        return (
-            sequence.state is SequenceState.FINISHING
-            and bool(sequence.request.capture)
-            and sequence.computed_len > 0
-            and not sequence.readout_planned
-        )
-
-    # -- events --------------------------------------------------------------------------
-
-    def _event(self, sequence: Sequence, *, is_last: bool = False) -> TokenEvent:
-        record, start = sequence.record, sequence.num_emitted
-        sequence.num_emitted = len(record)
-        captured = sequence.captured if is_last else None
-        return TokenEvent(
-            request_id=sequence.request.request_id,
-            token_ids=tuple(record.token_ids[start:]),
-            logprobs=tuple(record.logprobs[start:]),
-            epochs=tuple(record.epochs[start:]),
-            finish=sequence.finish if is_last else None,
-            usage=sequence.usage if is_last else None,
-            captured=None
-            if captured is None
-            else {name: TensorEnvelope.pack(array) for name, array in captured.items()},
-        )
-
-    def _last_event(self, sequence: Sequence) -> TokenEvent:
+    def _end(self, sequence: Sequence) -> TokenEvent:
         sequence.state = SequenceState.FINISHED
-        del self._sequences[sequence.request.request_id]
-        return self._event(sequence, is_last=True)
+        request = sequence.request
+        siblings = self._open[request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._open[request.request_id]
+            if request.group is not None:
+                members = self._groups[request.group]
+                members.remove(request.request_id)
+                if not members:
+                    del self._groups[request.group]
+        return last_event_of(sequence)

@@ -5,6 +5,7 @@ flight) and what has been *committed* (results are known). Must not know how
 pages are found or how a forward is done.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.cache.ledger import Holding
+from dovetail.sched.plan import TokenScores
 from dovetail.sched.stop import StopMatcher
 from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason, Usage
@@ -27,6 +29,9 @@ class SequenceState(Enum):
     FINISHED = "finished"  # has had its last event
 
 
+NO_LIMIT = 2**31 - 1
+
+
 @dataclass(slots=True)
 class TokenRecord:
     """What is true of each generated token. Append-only: nothing here is ever rewritten.
@@ -35,17 +40,20 @@ class TokenRecord:
         token_ids: the ids.
         logprobs: in the forward that sampled them.
         epochs: weights epoch of that forward.
+        scores: other probabilities of that draw; None for a request that asks for none.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     epochs: list[int] = field(default_factory=list[int])
+    scores: list[TokenScores | None] = field(default_factory=list[TokenScores | None])
 
-    def append(self, token_id: int, logprob: float, epoch: int) -> None:
+    def append(self, token_id: int, logprob: float, epoch: int, scores: TokenScores | None) -> None:
         """Commit one token, all columns together."""
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.epochs.append(epoch)
+        self.scores.append(scores)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -59,7 +67,11 @@ class Sequence:
     there exactly in the states RUNNING, RETRACTING and FINISHING.
 
     Attributes:
-        arrival: admission order number; lower is older and goes first.
+        sample_index: which of the request's ``n`` generations this is.
+        biases: (token id, number added to its logit, first position where it is not), its
+            logit biases and the ids that ``min_new_tokens`` holds back.
+        rank: place in line; lower is served first and retracted last.
+        num_passes: how often another sequence was preferred by the policy.
         known_ids: prompt and committed output, the host's view of the tokens.
         slot, generation: row in device state, -1 while it has none.
         holding: its pages, or None.
@@ -69,11 +81,14 @@ class Sequence:
         computed_len: positions whose forward has been committed.
         pending_samples: sampled tokens in flight.
         num_inflight: plans in flight that name this sequence.
+        prompt_scores: probabilities of prompt tokens, in order; append-only.
+        scored, planned_score: prompt position whose probability is the next to be
+            committed, and planned.
         num_pages_sent: page-table entries the device has been told, a count per group.
     """
 
     __slots__ = (
-        "arrival",
+        "biases",
         "cached_len",
         "captured",
         "computed_len",
@@ -84,23 +99,40 @@ class Sequence:
         "num_emitted",
         "num_inflight",
         "num_pages_sent",
+        "num_passes",
         "num_retractions",
         "pending_samples",
         "planned_len",
+        "planned_score",
         "prefill_len",
         "prompt_len",
+        "prompt_scores",
+        "rank",
         "readout_planned",
         "record",
         "request",
+        "sample_index",
+        "scored",
         "slot",
         "state",
         "stop_matcher",
     )
 
-    def __init__(self, request: Request, *, arrival: int, stop_matcher: StopMatcher | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        sample_index: int,
+        rank: tuple[int, int],
+        eos_token_ids: frozenset[int],
+        stop_matcher: StopMatcher | None,
+    ) -> None:
         self.request = request
-        self.arrival = arrival
+        self.sample_index = sample_index
+        self.rank = rank
+        self.num_passes = 0
         self.prompt_len = len(request.prompt_token_ids)
+        self.biases = _biases(request, eos_token_ids)
         self.known_ids: list[int] = list(request.prompt_token_ids)
         self.record = TokenRecord()
         self.stop_matcher = stop_matcher
@@ -109,6 +141,10 @@ class Sequence:
         self.captured: dict[str, NDArray[np.generic]] | None = None
         self.readout_planned = False
         self.cached_len = 0
+        start = request.logprobs.logprob_start_len
+        # The token at position 0 has nothing before it, so it has no probability.
+        self.scored = self.planned_score = self.prompt_len if start < 0 else max(start, 1)
+        self.prompt_scores: list[TokenScores] = []
         self.num_emitted = 0
         self.num_retractions = 0
         self.slot = -1
@@ -146,10 +182,54 @@ class Sequence:
             num_retractions=self.num_retractions,
         )
 
-    def append(self, token_id: int, logprob: float, epoch: int) -> None:
+    @property
+    def wants_scores(self) -> bool:
+        """True if each draw reports more than the chosen token's logprob."""
+        logprobs = self.request.logprobs
+        return logprobs.top_logprobs_num > 0 or len(logprobs.token_ids_logprob) > 0
+
+    @property
+    def max_cached_len(self) -> int:
+        """Most tokens a prefix hit may serve: the last known token has to be forwarded, and so
+        has each token whose successor's probability is wanted.
+        """
+        last = self.known_len - 1
+        return last if self.scored >= self.prompt_len else min(last, self.scored - 1)
+
+    def score_targets(self, start: int, width: int) -> range:
+        """Return the prompt positions to score when ``[start, start + width)`` is forwarded."""
+        first = max(start + 1, self.planned_score)
+        return range(first, max(first, min(start + width + 1, self.prompt_len)))
+
+    def append(self, token_id: int, logprob: float, epoch: int, scores: TokenScores | None) -> None:
         """Commit one sampled token."""
         self.known_ids.append(token_id)
-        self.record.append(token_id, logprob, epoch)
+        self.record.append(token_id, logprob, epoch, scores)
+
+    def append_prompt_scores(self, scores: TokenScores) -> None:
+        """Commit the probabilities of the next prompt tokens."""
+        self.prompt_scores.append(scores)
+        self.scored += len(scores.logprobs)
+
+    @property
+    def needs_readout(self) -> bool:
+        """True while captured columns are still to be read before the memory goes."""
+        return (
+            self.state is SequenceState.FINISHING
+            and bool(self.request.capture)
+            and self.computed_len > 0
+            and not self.readout_planned
+        )
+
+    def start(self, holding: Holding) -> None:
+        """Begin to run on a slot and pages, the first of which may be computed already."""
+        self.state = SequenceState.RUNNING
+        self.holding = holding
+        self.num_pages_sent = [0] * len(holding.tables)
+        self.prefill_len = self.known_len
+        self.planned_len = self.computed_len = holding.cached_len
+        if self.num_retractions == 0:
+            self.cached_len = holding.cached_len
 
     def forget_memory(self) -> None:
         """Go back to the state before any forward; the record stays."""
@@ -157,3 +237,16 @@ class Sequence:
         self.holding = None
         self.num_pages_sent = []
         self.planned_len = self.computed_len = 0
+        self.planned_score = self.scored
+
+
+def _biases(request: Request, eos_token_ids: frozenset[int]) -> list[tuple[int, float, int]]:
+    sampling = request.sampling
+    biases = [(token, value, NO_LIMIT) for token, value in (sampling.logit_bias or {}).items()]
+    if sampling.min_new_tokens:
+        ends = set(sampling.stop_token_ids or ())
+        if not sampling.ignore_eos:
+            ends |= eos_token_ids
+        until = len(request.prompt_token_ids) + sampling.min_new_tokens
+        biases += [(token_id, -math.inf, until) for token_id in sorted(ends)]
+    return biases

@@ -17,8 +17,14 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: int
 
 
+class AbortGroup(msgspec.Struct, frozen=True, tag=True):
+    """End all open requests that carry this group label."""
+
+    group: str
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     """Abort everything that is open and end the loop."""
 
 
-Message = Admit | Abort | Close
+Message = Admit | Abort | AbortGroup | Close

@@ -1,25 +1,14 @@
 """Requests as clients state them, and as the scheduler sees them.
 
-Owns the shape of a request and the rules for a legal one (``validated``). Must
+Owns the shape of a request; ``wire.validate`` has the rules for a legal one. Must
 not know how a request is scheduled or which device serves it.
 
 Field names follow SGLang's native ``/generate`` dialect.
 """
 
-import math
-from collections.abc import Iterable
-from typing import Any, SupportsIndex
+from typing import Any, Literal
 
 import msgspec
-
-from dovetail.errors import RequestError
-
-MAX_SEED = 2**64 - 1
-DEFAULT_MAX_NEW_TOKENS = 128
-MAX_STOPS = 64
-MAX_STOP_BYTES = 1024
-MAX_TEMPERATURE = 1e4
-MIN_TEMPERATURE = 1e-4
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +21,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_k: keep the k most likely tokens; -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches top_p.
         min_p: drop tokens less likely than min_p times the likeliest one.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that
+            occur in prompt or output (CTRL, arXiv 1909.05858).
+        frequency_penalty: subtracted from a token's logit for each time it was generated.
+        presence_penalty: subtracted once if the token was generated at all.
+        logit_bias: token id -> number added to its logit.
+        min_new_tokens: end-of-sequence and stop ids cannot be drawn before this many tokens.
+        n: generations of the same prompt; they differ in the sample index of their noise.
         stop: strings that end the generation; matched over bytes, not tokens.
         stop_token_ids: token ids that end the generation.
         sampling_seed: 64-bit seed; None draws one from the operating system
@@ -46,6 +42,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    min_new_tokens: int = 0
+    n: int = 1
     stop: str | tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     sampling_seed: int | None = None
@@ -61,6 +63,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+LogprobKind = Literal["scaled", "raw", "truncated"]
+
+
+class LogprobParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which probabilities are reported beside the chosen tokens' own.
+
+    Attributes:
+        kind: what a logprob is the log-softmax of. ``scaled``: the logits as sampled from, after
+            penalties and bias, divided by the temperature (1 for greedy), before truncation.
+            ``raw``: the model's logits. ``truncated``: ``scaled`` over the support that truncation
+            left, so ids outside it have none; not for prompt tokens.
+        logprob_start_len: report prompt tokens from this position on; -1 reports none. The
+            token at position 0 has no logprob.
+        top_logprobs_num: report the likeliest ids of each position, this many.
+        token_ids_logprob: report these ids at each position.
+    """
+
+    kind: LogprobKind = "scaled"
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] = ()
+
+
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One generation as a client asks for it: a line of ``--prompts``, a ``/generate`` body.
 
@@ -72,6 +97,9 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         messages: a chat, rendered with the model's chat template.
         sampling_params: see ``SamplingParams``.
         return_logprob: include the chosen tokens' logprobs in the reply.
+        logprob_start_len, top_logprobs_num, token_ids_logprob: see ``LogprobParams``.
+        group: a label that several requests share; they can be aborted together.
+        priority: under the ``priority`` policy, higher goes first.
         rid: the client's own label; returned, never interpreted.
     """
 
@@ -80,6 +108,12 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     messages: tuple[dict[str, Any], ...] | None = None
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: tuple[int, ...] | None = None
+    logprob_kind: LogprobKind = "scaled"
+    group: str | None = None
+    priority: int = 0
     rid: str | None = None
 
 
@@ -93,6 +127,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         seed: the 64-bit seed of this request's noise.
         namespace: opaque prefix-cache namespace (weights epoch, adapter, salt);
             prefixes are shared only inside one namespace.
+        logprobs: see ``LogprobParams``; validated.
+        group: label for aborting several requests together.
+        priority: under the ``priority`` policy, higher goes first.
         capture: per-token columns to hand back with the last event.
         label: the client's own id, or None; never a key.
     """
@@ -102,6 +139,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     seed: int
     namespace: bytes = b""
+    logprobs: LogprobParams = LogprobParams()
+    group: str | None = None
+    priority: int = 0
     capture: tuple[str, ...] = ()
     label: str | None = None
 
@@ -110,135 +150,3 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         """The decided limit of generated tokens."""
         assert self.sampling.max_new_tokens is not None
         return self.sampling.max_new_tokens
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model and an engine configuration can take.
-
-    Attributes:
-        vocab_size: number of legal token ids.
-        context_len: most tokens of prompt and output together.
-    """
-
-    vocab_size: int
-    context_len: int
-
-
-def validated_prompt(prompt_token_ids: Iterable[SupportsIndex], limits: Limits) -> tuple[int, ...]:
-    """Return the prompt as a tuple of plain ints.
-
-    Raises:
-        RequestError: the prompt is empty, too long, or holds something that is
-            not a token id of this model; the message names the position.
-    """
-    field = "input_ids"
-    if isinstance(prompt_token_ids, (str, bytes)) or not hasattr(prompt_token_ids, "__iter__"):
-        raise RequestError(field, "must be a list of token ids")
-    ids: list[int] = []
-    for index, value in enumerate(prompt_token_ids):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise RequestError(field, f"item {index} is {value!r}, not an integer token id")
-        token_id = value.__index__()
-        if not 0 <= token_id < limits.vocab_size:
-            raise RequestError(
-                field, f"item {index} is {token_id}; legal ids are 0 to {limits.vocab_size - 1}"
-            )
-        ids.append(token_id)
-    if not ids:
-        raise RequestError(field, "the prompt is empty; give at least one token")
-    if len(ids) >= limits.context_len:
-        raise RequestError(
-            field,
-            f"the prompt has {len(ids)} tokens and leaves no room for output in the "
-            f"context length of {limits.context_len}; shorten it",
-        )
-    return tuple(ids)
-
-
-def validated_sampling(
-    sampling: SamplingParams, *, prompt_len: int, limits: Limits
-) -> SamplingParams:
-    """Return the parameters with every value bounded and ``max_new_tokens`` decided.
-
-    Raises:
-        RequestError: a value is of the wrong type, not finite or out of range;
-            the message names the field and the legal range.
-    """
-    try:
-        # msgspec checks types only when it decodes, so what Python code built is decoded once.
-        sampling = msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
-        raise RequestError("sampling_params", str(error)) from None
-    _check_number("temperature", sampling.temperature, low=0.0, high=MAX_TEMPERATURE)
-    if 0 < sampling.temperature < MIN_TEMPERATURE:
-        raise RequestError(
-            "sampling_params.temperature",
-            f"is {sampling.temperature}; give 0 for greedy decoding or at least {MIN_TEMPERATURE}",
-        )
-    _check_number("top_p", sampling.top_p, low=0.0, high=1.0, open_low=True)
-    _check_number("min_p", sampling.min_p, low=0.0, high=1.0)
-    if sampling.top_k != -1 and not 1 <= sampling.top_k < 2**31:
-        raise RequestError(
-            "sampling_params.top_k", f"is {sampling.top_k}; give -1 (all) or at least 1"
-        )
-    if sampling.sampling_seed is not None and not 0 <= sampling.sampling_seed <= MAX_SEED:
-        raise RequestError(
-            "sampling_params.sampling_seed", f"is {sampling.sampling_seed}; legal are 0 to 2**64-1"
-        )
-    _check_stops(sampling, limits)
-    return msgspec.structs.replace(
-        sampling, max_new_tokens=_decided_max_new_tokens(sampling, prompt_len, limits)
-    )
-
-
-def _decided_max_new_tokens(sampling: SamplingParams, prompt_len: int, limits: Limits) -> int:
-    room = limits.context_len - prompt_len
-    asked = sampling.max_new_tokens
-    if asked is None:
-        return min(DEFAULT_MAX_NEW_TOKENS, room)
-    field = "sampling_params.max_new_tokens"
-    if asked < 0:
-        raise RequestError(field, f"is {asked}; it cannot be negative")
-    if asked > room:
-        raise RequestError(
-            field,
-            f"is {asked}, but the prompt has {prompt_len} tokens and the context length is "
-            f"{limits.context_len}; give at most {room}",
-        )
-    return asked
-
-
-def _check_number(
-    name: str, value: float, *, low: float, high: float, open_low: bool = False
-) -> None:
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
-        left = "(" if open_low else "["
-        raise RequestError(
-            f"sampling_params.{name}", f"is {value}; the legal range is {left}{low:g}, {high:g}]"
-        )
-
-
-def _check_stops(sampling: SamplingParams, limits: Limits) -> None:
-    stops = sampling.stop_strings
-    if len(stops) > MAX_STOPS:
-        raise RequestError(
-            "sampling_params.stop", f"has {len(stops)} strings; at most {MAX_STOPS} are allowed"
-        )
-    for index, text in enumerate(stops):
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError:
-            raise RequestError(
-                "sampling_params.stop", f"item {index} is not valid Unicode text"
-            ) from None
-        if not 1 <= size <= MAX_STOP_BYTES:
-            raise RequestError(
-                "sampling_params.stop",
-                f"item {index} has {size} bytes; the legal range is 1 to {MAX_STOP_BYTES}",
-            )
-    for index, token_id in enumerate(sampling.stop_token_ids or ()):
-        if not 0 <= token_id < limits.vocab_size:
-            raise RequestError(
-                "sampling_params.stop_token_ids",
-                f"item {index} is {token_id}; legal ids are 0 to {limits.vocab_size - 1}",
-            )

@@ -43,25 +43,48 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     num_retractions: int = 0
 
 
+class Scores(msgspec.Struct, frozen=True, kw_only=True):
+    """Probabilities beside the chosen tokens' own, position by position.
+
+    Attributes:
+        logprobs: of the known tokens, for prompt positions; empty for generated ones,
+            whose logprobs stand in the event.
+        top_ids, top_logprobs: the likeliest ids, likeliest first.
+        id_logprobs: of the ids that were asked for, in their order.
+    """
+
+    logprobs: tuple[float, ...] = ()
+    top_ids: tuple[tuple[int, ...], ...] = ()
+    top_logprobs: tuple[tuple[float, ...], ...] = ()
+    id_logprobs: tuple[tuple[float, ...], ...] = ()
+
+
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """News of one request: the tokens committed since its last event.
 
     Attributes:
         request_id: the engine's id of the request.
+        sample_index: which of the request's ``n`` generations.
         token_ids: newly committed ids, in order; may be empty in a last event.
         logprobs: natural-log probability of each of ``token_ids`` in the forward
             that sampled it.
         epochs: weights epoch of the forward that sampled each token.
-        finish: set in the last event of a request, and only there.
+        scores: for a request that asks, one entry a token.
+        prompt_scores: for a request that asks, in its first event: one entry for each prompt
+            position from ``logprob_start_len`` on, position 0 left out.
+        finish: set in the last event of a generation, and only there.
         usage: set with ``finish``.
         captured: column name -> array over the forwarded positions from 0, for the
             columns that the request asked to capture; set with ``finish``.
     """
 
     request_id: int
+    sample_index: int = 0
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     epochs: tuple[int, ...]
+    scores: Scores | None = None
+    prompt_scores: Scores | None = None
     finish: FinishReason | None = None
     usage: Usage | None = None
     captured: dict[str, TensorEnvelope] | None = None

@@ -8,6 +8,8 @@ the order of steps, and anybody can repeat it. Noise: Philox4x32-10 (Salmon et a
 Shape legend: N rows that sample, V vocabulary, B = ceil(V / 4) Philox blocks.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _NUM_ROUNDS = 10
 
+KIND_SCALED, KIND_RAW, KIND_TRUNCATED = 0, 1, 2
 STATUS_OK, STATUS_NON_FINITE, STATUS_EMPTY_SUPPORT = 0, 1, 2
 
 
@@ -91,9 +94,54 @@ def support_mask(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N
     return torch.zeros_like(keep_NV).scatter_(1, order_NV, keep_NV)
 
 
+def penalize(
+    logits_NV: Tensor,
+    *,
+    row_S: Tensor,
+    token_S: Tensor,
+    is_output_S: Tensor,
+    repetition_N: Tensor,
+    frequency_N: Tensor,
+    presence_N: Tensor,
+) -> Tensor:
+    """See ``kernels.api.penalize``."""
+    ones_S = torch.ones(len(row_S))
+    count_NV = torch.zeros_like(logits_NV).index_put_((row_S, token_S), ones_S, accumulate=True)
+    factor_NV = torch.where(logits_NV > 0, 1 / repetition_N[:, None], repetition_N[:, None])
+    out_NV = torch.where(count_NV > 0, logits_NV * factor_NV, logits_NV)
+    count_NV.zero_().index_put_((row_S, token_S), is_output_S.float(), accumulate=True)
+    out_NV -= frequency_N[:, None] * count_NV
+    out_NV -= presence_N[:, None] * (count_NV > 0)
+    return out_NV
+
+
+def add_bias(logits_NV: Tensor, *, row_B: Tensor, token_B: Tensor, value_B: Tensor) -> Tensor:
+    """See ``kernels.api.add_bias``."""
+    return logits_NV.index_put((row_B, token_B), value_B, accumulate=True)
+
+
+class Draws(NamedTuple):
+    """One draw a row.
+
+    Attributes:
+        ids_N: int64, the drawn tokens.
+        logprobs_N: float32, of the reported kind.
+        status_N: int64; the id of a row whose status is not 0 means nothing, but is a legal id.
+        reported_NV: float32, the logits that reported logprobs are the log-softmax of.
+        log_total_N: float32, their logsumexp.
+    """
+
+    ids_N: Tensor
+    logprobs_N: Tensor
+    status_N: Tensor
+    reported_NV: Tensor
+    log_total_N: Tensor
+
+
 def sample(
     logits_NV: Tensor,
     *,
+    raw_NV: Tensor,
     temperature_N: Tensor,
     top_k_N: Tensor,
     top_p_N: Tensor,
@@ -101,31 +149,49 @@ def sample(
     seed_N: Tensor,
     position_N: Tensor,
     sample_index_N: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    logprob_kind_N: Tensor,
+) -> Draws:
     """See ``kernels.api.sample``."""
     is_greedy_N = temperature_N == 0
     scaled_NV = logits_NV / torch.where(is_greedy_N, 1.0, temperature_N)[:, None]
-    log_total_N = torch.logsumexp(scaled_NV, dim=-1)
-    scores_NV = scaled_NV
+    scores_NV, reported_NV = scaled_NV, scaled_NV
     drawn = torch.nonzero(~is_greedy_N).view(-1)
     if len(drawn):
-        scores_NV = scaled_NV.clone()
-        noise = gumbel_noise(
+        noise_DV = gumbel_noise(
             seed_N[drawn],
             position_N[drawn],
             sample_index_N[drawn],
             vocab_size=logits_NV.shape[1],
         )
-        scores_NV[drawn] += noise
-    truncates_N = ~is_greedy_N & ((top_k_N > 0) | (top_p_N < 1.0) | (min_p_N > 0.0))
-    cut = torch.nonzero(truncates_N).view(-1)
+        scores_NV = scaled_NV.index_add(0, drawn, noise_DV)
+    truncates_N = (top_k_N > 0) | (top_p_N < 1.0) | (min_p_N > 0.0)
+    cut = torch.nonzero(truncates_N & ~is_greedy_N).view(-1)
     if len(cut):
-        support = support_mask(
+        support_CV = support_mask(
             scaled_NV[cut], top_k_N=top_k_N[cut], top_p_N=top_p_N[cut], min_p_N=min_p_N[cut]
         )
-        scores_NV[cut] = scores_NV[cut].masked_fill(~support, float("-inf"))
+        outside_NV = torch.zeros_like(scaled_NV, dtype=torch.bool).index_copy_(0, cut, ~support_CV)
+        scores_NV = scores_NV.masked_fill(outside_NV, -torch.inf)
+        is_truncated_N = logprob_kind_N == KIND_TRUNCATED
+        reported_NV = scaled_NV.masked_fill(outside_NV & is_truncated_N[:, None], -torch.inf)
+    is_raw_N = logprob_kind_N == KIND_RAW
+    if is_raw_N.any():
+        reported_NV = torch.where(is_raw_N[:, None], raw_NV, reported_NV)
     best_N, ids_N = scores_NV.max(dim=-1)
-    logprobs_N = scaled_NV.gather(1, ids_N[:, None]).view(-1) - log_total_N
-    status_N = torch.where(best_N == float("-inf"), STATUS_EMPTY_SUPPORT, STATUS_OK)
-    status_N = torch.where(torch.isfinite(log_total_N), status_N, STATUS_NON_FINITE)
-    return ids_N, logprobs_N, status_N
+    log_total_N = torch.logsumexp(reported_NV, dim=-1)
+    logprobs_N = reported_NV.gather(1, ids_N[:, None]).view(-1) - log_total_N
+    status_N = torch.where(best_N == -torch.inf, STATUS_EMPTY_SUPPORT, STATUS_OK)
+    is_finite_N = torch.isfinite(log_total_N) & ~torch.isnan(best_N)
+    return Draws(
+        ids_N,
+        logprobs_N,
+        torch.where(is_finite_N, status_N, STATUS_NON_FINITE),
+        reported_NV,
+        log_total_N,
+    )
+
+
+def top_logprobs(logits_NV: Tensor, log_total_N: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """See ``kernels.api.top_logprobs``."""
+    values_NK, ids_NK = torch.topk(logits_NV, num_top, dim=-1)
+    return ids_NK, values_NK - log_total_N[:, None]
