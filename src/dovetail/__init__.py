@@ -21,7 +21,7 @@ from dovetail.errors import (
 if TYPE_CHECKING:
     from dovetail.config.schema import EngineOptions
     from dovetail.core.engine import Engine, Generation
-    from dovetail.wire.request import SamplingParams
+    from dovetail.wire.request import LogprobParams, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -35,6 +35,7 @@ __all__ = [
     "EngineOptions",
     "Generation",
     "InvariantError",
+    "LogprobParams",
     "RequestError",
     "SamplingParams",
     "__version__",
@@ -44,6 +45,7 @@ _HOMES = {
     "Engine": "dovetail.core.engine",
     "EngineOptions": "dovetail.config.schema",
     "Generation": "dovetail.core.engine",
+    "LogprobParams": "dovetail.wire.request",
     "SamplingParams": "dovetail.wire.request",
 }
 

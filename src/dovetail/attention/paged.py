@@ -14,6 +14,22 @@ import torch
 from torch import Tensor
 
 from dovetail.kernels import api
+from dovetail.kernels.scratch import Scratch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decode rows that attend in one call.
+
+    Attributes:
+        tokens_D: int64 [D], index of each row's token within the step.
+        kv_slots_DS: int64 [D, S], cache slots of each row, padded to the longest.
+        len_D: int64 [D], real length of each.
+    """
+
+    tokens_D: Tensor
+    kv_slots_DS: Tensor
+    len_D: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +38,13 @@ class AttentionRows:
 
     Attributes:
         kv_slots_T: int64, where each token of the step is written.
-        num_decode: D; the first D tokens are the decode rows'.
-        decode_slots_DS: int64 [D, S], cache slots of the decode rows, padded to the longest.
-        decode_len_D: int64 [D], real length of each.
+        decode_groups: the decode rows, those of similar length together.
         prefill_rows: per prefill row its token range ``[begin, end)`` in the step and
             int64 [S] cache slots.
     """
 
     kv_slots_T: Tensor
-    num_decode: int
-    decode_slots_DS: Tensor
-    decode_len_D: Tensor
+    decode_groups: tuple[DecodeGroup, ...]
     prefill_rows: tuple[tuple[int, int, Tensor], ...]
 
 
@@ -43,37 +55,49 @@ class PagedAttention:
         k_cache_LCKD, v_cache_LCKD: the pools of all layers.
         rows: the step's work list.
         dtype: of the queries.
+        scratch: memory for operations to work in, kept from step to step.
     """
 
     def __init__(
-        self, k_cache_LCKD: Tensor, v_cache_LCKD: Tensor, rows: AttentionRows, *, dtype: torch.dtype
+        self,
+        k_cache_LCKD: Tensor,
+        v_cache_LCKD: Tensor,
+        rows: AttentionRows,
+        *,
+        dtype: torch.dtype,
+        scratch: Scratch,
     ) -> None:
         self._k_cache = k_cache_LCKD
         self._v_cache = v_cache_LCKD
         self._rows = rows
-        columns = torch.arange(rows.decode_slots_DS.shape[1])
-        is_padding = columns[None, :] >= rows.decode_len_D[:, None]
-        bias = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding, float("-inf"))
-        self._decode_bias = bias[:, None, None, :]
+        self._scratch = scratch
+        self._biases = [_padding_bias(group, dtype) for group in rows.decode_groups]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """Write k and v of the step's tokens, then attend causally within each row."""
         rows, k_cache, v_cache = self._rows, self._k_cache[layer], self._v_cache[layer]
         api.write_kv(k_cache, rows.kv_slots_T, k_TKD)
         api.write_kv(v_cache, rows.kv_slots_T, v_TKD)
-        parts = []
-        if rows.num_decode:
-            parts.append(
-                api.decode_attention(
-                    q_THD[: rows.num_decode],
-                    k_cache,
-                    v_cache,
-                    kv_slots_RS=rows.decode_slots_DS,
-                    bias_R11S=self._decode_bias,
-                )
+        out_THD = torch.empty_like(q_THD)
+        for group, bias_D11S in zip(rows.decode_groups, self._biases, strict=True):
+            out_DHD = api.decode_attention(
+                q_THD.index_select(0, group.tokens_D),
+                k_cache,
+                v_cache,
+                kv_slots_RS=group.kv_slots_DS,
+                bias_R11S=bias_D11S,
+                scratch=self._scratch,
             )
+            out_THD.index_copy_(0, group.tokens_D, out_DHD)
         for begin, end, kv_slots_S in rows.prefill_rows:
-            parts.append(
-                api.prefill_attention(q_THD[begin:end], k_cache, v_cache, kv_slots_S=kv_slots_S)
+            out_THD[begin:end] = api.prefill_attention(
+                q_THD[begin:end], k_cache, v_cache, kv_slots_S=kv_slots_S
             )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out_THD
+
+
+def _padding_bias(group: DecodeGroup, dtype: torch.dtype) -> Tensor:
+    columns_S = torch.arange(group.kv_slots_DS.shape[1])
+    is_padding_DS = columns_S >= group.len_D[:, None]
+    bias_DS = torch.zeros(is_padding_DS.shape, dtype=dtype).masked_fill_(is_padding_DS, -torch.inf)
+    return bias_DS[:, None, None, :]

@@ -1,4 +1,4 @@
-"""The command line: ``dovetail generate``."""
+"""The command line: ``dovetail generate | bench | config explain | doctor``."""
 
 from dovetail.cli.main import main
 

@@ -1,4 +1,7 @@
-"""``dovetail generate``: text from a prompt, a chat, or a file of prompts."""
+"""``dovetail generate``: text from a prompt, a chat, or a file of prompts.
+
+Owns what goes to which stream: text and JSON lines to standard output, the rest to standard error.
+"""
 
 import argparse
 import json
@@ -6,21 +9,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dovetail.cli.options import (
     add_engine_flags,
+    add_logprob_flags,
     add_sampling_flags,
     engine_options,
-    sampling_params,
+    logprob_fields,
+    sampling_fields,
 )
+from dovetail.cli.progress import open_engine, progress_bar
 from dovetail.core.engine import Engine
 from dovetail.core.generation import Generation
-from dovetail.core.prompts import Prompt, prompt_of
+from dovetail.core.prompts import Prompt, logprobs_of, prompt_of
 from dovetail.core.reply import generate_reply
 from dovetail.errors import RequestError
 from dovetail.wire.request import GenerateBody, SamplingParams
@@ -37,6 +41,8 @@ a line of --prompts is the body of a /generate call:
   {"text": "KING HENRY", "sampling_params": {"temperature": 0, "max_new_tokens": 20}}
   {"input_ids": [1037, 492], "rid": "my-own-label"}
   {"messages": [{"role": "user", "content": "Hello"}]}
+  {"text": "KING", "logprob_start_len": 0, "top_logprobs_num": 5, "token_ids_logprob": [10]}
+a reply has logprobs unless its line says "return_logprob": false
 """
 
 
@@ -59,39 +65,70 @@ def add_generate_command(commands: "argparse._SubParsersAction[argparse.Argument
         "-o", "--output", metavar="FILE", help="write JSON lines here instead of standard output"
     )
     add_sampling_flags(parser)
+    add_logprob_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    params = sampling_params(args)
     if args.prompts is not None:
         if args.prompt is not None or args.chat:
             raise RequestError(
                 "--prompts", "goes without PROMPT and --chat; put chats into the file"
             )
-        bodies = read_bodies(Path(args.prompts), params)
-        with _engine(args) as engine:
-            return _run_file(engine, bodies, args)
+        bodies = read_bodies(
+            Path(args.prompts), sampling=sampling_fields(args), others=logprob_fields(args)
+        )
+        with open_engine(engine_options(args)) as engine:
+            return _print_replies(engine, bodies, args.output)
     if args.output is not None:
         raise RequestError("--output", "goes with --prompts")
     if args.prompt is None and not args.chat:
         raise RequestError("PROMPT", "is missing; give a text, --chat or --prompts FILE.jsonl")
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
-    with _engine(args) as engine:
+    if args.json:
+        return _run_json(args)
+    params = SamplingParams(**sampling_fields(args))
+    if params.n != 1:
+        raise RequestError("--n", "goes with --json or --prompts: texts cannot stream side by side")
+    if given := logprob_fields(args):
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise RequestError(flags, "goes with --json or --prompts: plain text has no logprobs")
+    text = _text_of(args)
+    with open_engine(engine_options(args)) as engine:
         if text is None:
             return _talk(engine, params)
-        prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
-        if args.json:
-            for generation in engine.generate(prompt, params):
-                _print_json(generation, label="0", file=sys.stdout)
-        else:
-            _stream(engine, prompt, params)
+        _stream(engine, [{"role": "user", "content": text}] if args.chat else text, params)
     return 0
 
 
-def read_bodies(path: Path, defaults: SamplingParams) -> list[GenerateBody]:
-    """Return the requests of a JSONL file; what a line leaves open comes from ``defaults``.
+def _run_json(args: argparse.Namespace) -> int:
+    text = _text_of(args)
+    if text is None:
+        raise RequestError("PROMPT", "is missing; --json does not go with a talk")
+    prompt = {"messages": ({"role": "user", "content": text},)} if args.chat else {"text": text}
+    body = GenerateBody(
+        **prompt,
+        **logprob_fields(args),
+        sampling_params=SamplingParams(**sampling_fields(args)),
+        return_logprob=True,
+    )
+    with open_engine(engine_options(args)) as engine:
+        return _print_replies(engine, [body], None)
+
+
+def _text_of(args: argparse.Namespace) -> str | None:
+    return sys.stdin.read() if args.prompt == "-" else args.prompt
+
+
+def read_bodies(
+    path: Path, *, sampling: dict[str, Any], others: dict[str, Any]
+) -> list[GenerateBody]:
+    """Return the requests of a JSONL file.
+
+    Args:
+        path: the file.
+        sampling: sampling parameters that a line may leave open.
+        others: other fields that a line may leave open; ``return_logprob`` is true.
 
     Raises:
         RequestError: names the line and the field.
@@ -107,9 +144,10 @@ def read_bodies(path: Path, defaults: SamplingParams) -> list[GenerateBody]:
         try:
             raw = msgspec.json.decode(line)
             if isinstance(raw, dict):
+                raw = {"return_logprob": True, **others, **cast(dict[str, Any], raw)}
                 given = raw.get("sampling_params") or {}
                 if isinstance(given, dict):
-                    raw["sampling_params"] = _set_fields(defaults) | given
+                    raw["sampling_params"] = sampling | given
             body = msgspec.convert(raw, GenerateBody, str_keys=True)
             prompt_of(body)
         except (msgspec.DecodeError, msgspec.ValidationError, RequestError) as error:
@@ -120,17 +158,9 @@ def read_bodies(path: Path, defaults: SamplingParams) -> list[GenerateBody]:
     return bodies
 
 
-def _set_fields(params: SamplingParams) -> dict[str, Any]:
-    default, values = SamplingParams(), msgspec.to_builtins(params)
-    return {name: value for name, value in values.items() if value != getattr(default, name)}
-
-
-def _run_file(engine: Engine, bodies: list[GenerateBody], args: argparse.Namespace) -> int:
-    labels = [body.rid if body.rid is not None else str(i) for i, body in enumerate(bodies)]
-    with (
-        _open_output(args.output) as file,
-        _progress() as progress,
-    ):
+def _print_replies(engine: Engine, bodies: list[GenerateBody], output: str | None) -> int:
+    """Print a line a generation, in the order of the bodies."""
+    with _open_output(output) as file, progress_bar() as progress:
         task = progress.add_task("generating", total=len(bodies))
         waiting: dict[int, list[Generation]] = {}
         next_index = 0
@@ -139,16 +169,16 @@ def _run_file(engine: Engine, bodies: list[GenerateBody], args: argparse.Namespa
             nonlocal next_index
             progress.advance(task)
             waiting[index] = generations
-            while next_index in waiting:  # lines come out in the order of the file
+            while next_index in waiting:
+                body = bodies[next_index]
+                label = body.rid if body.rid is not None else str(next_index)
                 for generation in waiting.pop(next_index):
-                    _print_json(generation, label=labels[next_index], file=file)
+                    reply = generate_reply(generation, label=label, logprobs=logprobs_of(body))
+                    file.write(json.dumps(reply, ensure_ascii=False, allow_nan=False) + "\n")
+                file.flush()
                 next_index += 1
 
-        engine.generate(
-            [prompt_of(body) for body in bodies],
-            [body.sampling_params for body in bodies],
-            on_finish=on_finish,
-        )
+        engine.generate_bodies(bodies, on_finish=on_finish)
     return 0
 
 
@@ -178,24 +208,6 @@ def _talk(engine: Engine, params: SamplingParams) -> int:
         messages.append({"role": "assistant", "content": answer})
 
 
-def _print_json(generation: Generation, *, label: str, file: TextIO) -> None:
-    file.write(json.dumps(generate_reply(generation, label=label), ensure_ascii=False) + "\n")
-    file.flush()
-
-
-@contextmanager
-def _engine(args: argparse.Namespace) -> Iterator[Engine]:
-    with _progress() as progress:
-        task = progress.add_task("loading weights", total=None)
-
-        def on_progress(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        engine = Engine(on_progress=on_progress, **engine_options(args))
-    with engine:
-        yield engine
-
-
 @contextmanager
 def _open_output(path: str | None) -> Iterator[TextIO]:
     if path is None:
@@ -207,17 +219,3 @@ def _open_output(path: str | None) -> Iterator[TextIO]:
         raise RequestError("--output", f"cannot write {path}: {error.strerror}") from None
     with file:
         yield file
-
-
-def _progress() -> Progress:
-    """A progress bar on standard error that is gone when it is done; none without a terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )

@@ -4,6 +4,9 @@ import argparse
 import sys
 
 import dovetail
+from dovetail.cli.bench import add_bench_command
+from dovetail.cli.doctor import add_doctor_command
+from dovetail.cli.explain import add_config_command
 from dovetail.cli.generate import add_generate_command
 from dovetail.errors import EngineError
 
@@ -23,12 +26,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate_command(commands)
+    add_bench_command(commands)
+    add_config_command(commands)
+    add_doctor_command(commands)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit code."""
     args = build_parser().parse_args(argv)
+    args.words = sys.argv[1:] if argv is None else argv
     try:
         return args.run(args)
     except EngineError as error:

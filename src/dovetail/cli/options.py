@@ -1,9 +1,13 @@
-"""Flags that several commands share, and what they become."""
+"""Flags that several commands share, and what they become.
+
+Owns the spelling of flags. Defaults are those of the structs that the flags fill.
+"""
 
 import argparse
-from typing import Any
+from typing import Any, get_args
 
-from dovetail.wire.request import SamplingParams
+from dovetail.config.schema import EngineOptions, PolicyName
+from dovetail.wire.request import LogprobKind, SamplingParams
 
 _UNSET = (
     argparse.SUPPRESS
@@ -12,12 +16,11 @@ _UNSET = (
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``EngineOptions``."""
-    group = parser.add_argument_group(
-        "engine", "each has a default that works; see docs/architecture.md"
-    )
+    group = parser.add_argument_group("engine", "each has a default that works; see docs/config.md")
     group.add_argument(
-        "--model", default=_UNSET, metavar="FOLDER",
-        help="a Hugging Face model folder (default: the embedded tiny MoE)",
+        "--model", default=_UNSET, metavar="FOLDER|NAME",
+        help="a Hugging Face model folder, or a name on the hub such as Qwen/Qwen3-0.6B "
+        "(default: the embedded tiny MoE)",
     )  # fmt: skip
     group.add_argument(
         "--dtype", default=_UNSET, choices=["auto", "float32", "bfloat16"],
@@ -50,6 +53,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chunk-size", default=_UNSET, type=int, metavar="TOKENS",
         help="most prompt tokens forwarded in a step, -1 for no limit (default: 512)",
+    )  # fmt: skip
+    group.add_argument(
+        "--policy", default=_UNSET, choices=get_args(PolicyName),
+        help="who of the waiting starts first (default: fcfs)",
     )  # fmt: skip
     group.add_argument(
         "--no-prefix-cache", dest="prefix_cache", default=_UNSET, action="store_false",
@@ -85,6 +92,30 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         help="drop tokens less likely than P times the likeliest (default: 0.0)",
     )  # fmt: skip
     group.add_argument(
+        "--repetition-penalty", default=_UNSET, type=float, metavar="F",
+        help="divide the logits of tokens that occurred, above 1 against repetition (default: 1.0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--frequency-penalty", default=_UNSET, type=float, metavar="X",
+        help="subtract X from a logit for each time its token was generated (default: 0.0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--presence-penalty", default=_UNSET, type=float, metavar="X",
+        help="subtract X from the logits of tokens that were generated (default: 0.0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--logit-bias", default=_UNSET, action="append", type=_bias, metavar="ID=VALUE",
+        help="add VALUE to the token's logit; may be given several times",
+    )  # fmt: skip
+    group.add_argument(
+        "--min-new-tokens", default=_UNSET, type=int, metavar="N",
+        help="no end-of-sequence or stop token before N tokens (default: 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--n", default=_UNSET, type=int, metavar="N",
+        help="generations of each prompt; with --json or --prompts (default: 1)",
+    )  # fmt: skip
+    group.add_argument(
         "--seed", dest="sampling_seed", default=_UNSET, type=int, metavar="N",
         help="draw the same tokens again (default: from the operating system, and reported)",
     )  # fmt: skip
@@ -102,23 +133,73 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_logprob_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that fill the logprob fields of a ``GenerateBody``."""
+    group = parser.add_argument_group("logprobs", "with --json and --prompts; see docs/sampling.md")
+    group.add_argument(
+        "--top-logprobs-num", default=_UNSET, type=int, metavar="K",
+        help="report the K likeliest ids of each position (default: 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--logprob-start-len", default=_UNSET, type=int, metavar="POS",
+        help="report prompt tokens from this position on, -1 for none (default: -1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--token-id-logprob", dest="token_ids_logprob", default=_UNSET, action="append",
+        type=int, metavar="ID", help="report this id at each position; may be given several times",
+    )  # fmt: skip
+    group.add_argument(
+        "--logprob-kind", default=_UNSET, choices=get_args(LogprobKind),
+        help="of which distribution (default: scaled)",
+    )  # fmt: skip
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the engine options that were given."""
-    names = (
-        "model", "dtype", "depth", "kv_memory", "num_pages", "page_size", "context_len",
-        "max_running", "chunk_size", "prefix_cache", "num_threads",
-    )  # fmt: skip
+    names = EngineOptions.__struct_fields__
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Return the sampling parameters that were given, defaults for the rest."""
-    values = {
+def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of ``SamplingParams`` that were given."""
+    fields = {
         name: getattr(args, name)
         for name in SamplingParams.__struct_fields__
         if hasattr(args, name)
     }
     for name in ("stop", "stop_token_ids"):
-        if name in values:
-            values[name] = tuple(values[name])
-    return SamplingParams(**values)
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    if "logit_bias" in fields:
+        fields["logit_bias"] = dict(fields["logit_bias"])
+    return fields
+
+
+def logprob_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the logprob fields of a ``GenerateBody`` that were given."""
+    names = ("top_logprobs_num", "logprob_start_len", "token_ids_logprob", "logprob_kind")
+    fields = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if "token_ids_logprob" in fields:
+        fields["token_ids_logprob"] = tuple(fields["token_ids_logprob"])
+    return fields
+
+
+def positive(text: str) -> int:
+    """Read a number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def positive_list(text: str) -> list[int]:
+    """Read numbers of at least 1, separated by commas."""
+    return [positive(part) for part in text.split(",")]
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE, such as 42=-1.5") from None

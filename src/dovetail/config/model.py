@@ -15,7 +15,13 @@ import msgspec
 from dovetail.config.fields import Fields, read_json
 from dovetail.errors import ConfigError
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -28,6 +34,20 @@ _DEFAULTS: Mapping[str, Mapping[str, int | None]] = {
         "head_dim": None,
         "bos_token_id": 1,
         "eos_token_id": 2,
+    },
+    "MistralForCausalLM": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "Qwen2ForCausalLM": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "head_dim": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
     },
     "Qwen3ForCausalLM": {
         "max_position_embeddings": 32768,
@@ -44,6 +64,11 @@ _DEFAULTS: Mapping[str, Mapping[str, int | None]] = {
         "eos_token_id": None,
     },
 }
+
+# Assumed where config.json is silent: tokens that a sliding window holds, and how many of the
+# first layers of a Qwen2 or Qwen3 do not slide.
+_DEFAULT_WINDOW = 4096
+_DEFAULT_FULL_LAYERS = 28
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,9 +116,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         architecture: class name in transformers, e.g. "Qwen3MoeForCausalLM".
         intermediate_size: inner width of a dense MLP.
-        attention_bias: whether the q, k, v and o projections have biases.
+        qkv_bias: whether the q, k and v projections have biases.
+        o_bias: whether the attention's output projection has a bias.
         mlp_bias: whether the dense MLP's projections have biases.
         qk_norm: whether q and k are RMS-normalised per head before the rotation.
+        sliding_window: some layer attends to the last so many tokens only, itself included; None:
+            every layer attends to all.
         dtype: what the weights were saved as: "float32", "bfloat16" or "float16".
         eos_token_ids: every id that ends a text, from both files, without repeats.
         moe: None if every layer is dense.
@@ -110,9 +138,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    sliding_window: int | None
     max_position_embeddings: int
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -148,6 +178,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         is_qwen3 = architecture.startswith("Qwen3")
         is_moe = architecture == "Qwen3MoeForCausalLM"
+        qkv_bias, o_bias = _attention_biases(fields, architecture)
         return ModelConfig(
             architecture=architecture,
             vocab_size=fields.integer("vocab_size"),
@@ -160,10 +191,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
             rope=_rope(fields, max_positions),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-            attention_bias=fields.flag("attention_bias", default=False),
-            # Qwen3 has no such option: transformers ignores the field there.
-            mlp_bias=fields.flag("mlp_bias", default=False) and not is_qwen3,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            # The others have no such option: transformers ignores the field there.
+            mlp_bias=fields.flag("mlp_bias", default=False) and architecture == "LlamaForCausalLM",
             qk_norm=is_qwen3,
+            sliding_window=_sliding_window(fields, architecture, num_layers),
             max_position_embeddings=max_positions,
             dtype=_dtype(fields),
             eos_token_ids=_eos_token_ids(fields, folder, defaults["eos_token_id"]),
@@ -189,13 +222,6 @@ def _architecture(fields: Fields, config_file: Path) -> str:
 def _refuse_unsupported(fields: Fields) -> None:
     """Refuse what would change the arithmetic without changing a shape."""
     raw = fields.raw
-    if fields.flag("use_sliding_window", default=False):
-        raise ConfigError("use_sliding_window", "sliding-window attention is not supported")
-    others = sorted({str(kind) for kind in fields.items("layer_types")} - {"full_attention"})
-    if others:
-        raise ConfigError(
-            "layer_types", f"only full_attention is supported, not {', '.join(others)}"
-        )
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError("hidden_act", f"is {activation!r}; only 'silu' is supported")
@@ -203,6 +229,50 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise ConfigError(
             "quantization_config", "quantised weights are not supported; use an unquantised model"
         )
+
+
+def _attention_biases(fields: Fields, architecture: str) -> tuple[bool, bool]:
+    """Return whether q, k and v, and whether o has a bias: fixed in some families."""
+    if architecture == "Qwen2ForCausalLM":
+        return True, False
+    if architecture == "MistralForCausalLM":
+        return False, False
+    bias = fields.flag("attention_bias", default=False)
+    return bias, bias
+
+
+def _sliding_window(fields: Fields, architecture: str, num_layers: int) -> int | None:
+    """Return the window that some layer attends within, or None if every layer attends to all."""
+    kinds = [str(kind) for kind in fields.items("layer_types")]
+    others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if others:
+        raise ConfigError(
+            "layer_types",
+            f"{', '.join(others)} is not supported; supported are full_attention and, as far as "
+            "a context fits into the window, sliding_attention",
+        )
+    window = fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW)
+    if architecture == "MistralForCausalLM":
+        return window
+    is_on = fields.flag("use_sliding_window", default=False)
+    if architecture == "LlamaForCausalLM":
+        if is_on or "sliding_attention" in kinds:
+            field = "use_sliding_window" if is_on else "layer_types"
+            raise ConfigError(field, "asks for a sliding window, which this family does not have")
+        return None
+    if not is_on:
+        if "sliding_attention" in kinds:
+            raise ConfigError(
+                "layer_types", "has sliding_attention, but use_sliding_window is not true"
+            )
+        return None
+    if architecture == "Qwen3MoeForCausalLM":
+        return window
+    num_full = fields.raw.get("max_window_layers", _DEFAULT_FULL_LAYERS)
+    if type(num_full) is not int or num_full < 0:
+        raise ConfigError("max_window_layers", f"must be a number of layers, not {num_full!r}")
+    slides = "sliding_attention" in kinds if kinds else num_layers > num_full
+    return window if slides else None
 
 
 def _num_kv_heads(fields: Fields, num_heads: int, default: int | None) -> int:

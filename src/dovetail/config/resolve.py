@@ -5,17 +5,16 @@ Must not touch a device: facts about one are passed in.
 
 import os
 import re
-from pathlib import Path
 
 import msgspec
 
+from dovetail.config.hub import locate_model
 from dovetail.config.model import ModelConfig
 from dovetail.config.payload import readout_bytes, score_bytes
 from dovetail.config.schema import DTypeName, EngineConfig, EngineOptions
 from dovetail.errors import ConfigError
 from dovetail.wire.validate import MAX_TOP_LOGPROBS
 
-EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny-moe"
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 _UNITS = {
     "": 1,
@@ -50,13 +49,12 @@ def resolve(options: EngineOptions) -> EngineConfig:
     """Decide every value that the user left open, and check the whole.
 
     Raises:
-        ConfigError: an option is out of range, or the options contradict each
-            other or the model; names the option and the numbers.
+        ConfigError: the model cannot be found, an option is out of range, or the options
+            contradict each other or the model; names the option and the numbers.
     """
     _check_ranges(options)
     reasons: dict[str, str] = {}
-    folder = Path(options.model).expanduser() if options.model else EMBEDDED_MODEL
-    reasons["model_folder"] = "given" if options.model else "default: the embedded tiny MoE"
+    folder, reasons["model_folder"] = locate_model(options.model)
     model = ModelConfig.from_folder(folder)
     dtype = _decide_dtype(options, model, reasons)
     context_len = _decide_context_len(options, model, reasons)
@@ -143,16 +141,40 @@ def _decide_dtype(options: EngineOptions, model: ModelConfig, reasons: dict[str,
 
 
 def _decide_context_len(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> int:
-    longest = model.max_position_embeddings
+    longest, window = model.max_position_embeddings, model.sliding_window
+    if window is not None and window < longest:
+        return _decide_windowed_context_len(options, window, reasons)
     if options.context_len is None:
         reasons["context_len"] = "the model's max_position_embeddings"
         return longest
     if options.context_len > longest:
         raise ConfigError(
             "context_len",
-            f"is {options.context_len}, but the model was made for {longest} positions",
+            f"is {options.context_len}, but the model was made for {longest} positions; "
+            f"give at most {longest}",
         )
     reasons["context_len"] = "given"
+    return options.context_len
+
+
+def _decide_windowed_context_len(
+    options: EngineOptions, window: int, reasons: dict[str, str]
+) -> int:
+    """Within the window, full attention computes what windowed attention does."""
+    if options.context_len is None:
+        reasons["context_len"] = (
+            "the model's sliding_window: attention past the window is not there yet, and within "
+            "it full attention computes the same"
+        )
+        return window
+    if options.context_len > window:
+        raise ConfigError(
+            "context_len",
+            f"is {options.context_len}, but this model attends within a sliding window of {window} "
+            f"tokens, and window attention is not there yet; give at most {window}, within which "
+            "full attention computes the same",
+        )
+    reasons["context_len"] = "given; within the model's sliding_window"
     return options.context_len
 
 

@@ -19,7 +19,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The engine's options. Every one has a working default.
 
     Attributes:
-        model: a Hugging Face model folder; None is the embedded tiny MoE.
+        model: a Hugging Face model folder, or the name of a model on the hub, such as
+            ``Qwen/Qwen3-0.6B`` (needs the extra ``hub``); None is the embedded tiny MoE.
         dtype: ``float32``, ``bfloat16`` or ``auto`` (see ``config.resolve``).
         device: ``cpu``.
         depth: steps in flight while the next one is planned; 0 is synchronous,

@@ -31,7 +31,7 @@ from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.weights.load import load_weights
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close
-from dovetail.wire.request import LogprobParams, Request, SamplingParams
+from dovetail.wire.request import GenerateBody, LogprobParams, Request, SamplingParams
 from dovetail.wire.result import TokenEvent
 from dovetail.wire.validate import Limits
 
@@ -64,7 +64,7 @@ class Engine:
             print(engine.generate("KING HENRY")[0].text)
 
     Args:
-        model: a Hugging Face model folder; None is the embedded tiny MoE.
+        model: a Hugging Face model folder or a name on the hub; None is the embedded tiny MoE.
         on_progress: called with (bytes read, bytes in all) while weights load.
         device: for tests; None makes the one that the options name.
         options: see ``EngineOptions``.
@@ -154,6 +154,22 @@ class Engine:
             group=group,
             priority=priority,
         )
+        return self._finish_all(requests, on_finish)
+
+    def generate_bodies(
+        self,
+        bodies: Sequence[GenerateBody],
+        *,
+        on_finish: Callable[[int, list[Generation]], None] | None = None,
+    ) -> list[Generation]:
+        """Generate for request bodies, each with its own parameters; see ``generate``."""
+        return self._finish_all(self._requests.make_bodies(bodies), on_finish)
+
+    def _finish_all(
+        self,
+        requests: list[Request],
+        on_finish: Callable[[int, list[Generation]], None] | None,
+    ) -> list[Generation]:
         news: queue.SimpleQueue[tuple[int, TokenEvent | EngineError]] = queue.SimpleQueue()
         decoders = [self._decoder(request) for request in requests]
         parts: list[list[StreamEvent]] = [[] for _ in requests]

@@ -6,7 +6,8 @@ know the loop.
 
 import itertools
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dovetail.errors import RequestError
@@ -39,6 +40,18 @@ def prompt_of(body: GenerateBody) -> Prompt:
         names = " and ".join(given) or "none"
         raise RequestError("prompt", f"give one of text, input_ids and messages; there is {names}")
     return next(iter(given.values()))
+
+
+def logprobs_of(body: GenerateBody) -> LogprobParams | None:
+    """Return what a request body asks to be told beside text and ids; None is no logprobs."""
+    if not body.return_logprob:
+        return None
+    return LogprobParams(
+        kind=body.logprob_kind,
+        logprob_start_len=body.logprob_start_len,
+        top_logprobs_num=body.top_logprobs_num,
+        token_ids_logprob=body.token_ids_logprob or (),
+    )
 
 
 class RequestMaker:
@@ -86,7 +99,7 @@ class RequestMaker:
                 raise RequestError(
                     "capture", f"{name!r} is no column of this engine; it has {known}"
                 )
-        if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+        if type(priority) is not int or not -(2**31) <= priority < 2**31:
             raise RequestError("priority", f"is {priority!r}; give an integer of 32 bits")
         seed = sampling.sampling_seed
         return Request(
@@ -125,25 +138,33 @@ class RequestMaker:
                 raise RequestError(
                     "sampling_params", f"has {len(params)} entries for {len(many)} prompts"
                 )
-        requests: list[Request] = []
-        for index, (prompt, sampling) in enumerate(zip(many, params, strict=True)):
-            try:
-                requests.append(
-                    self.make(
-                        prompt,
-                        sampling,
-                        logprobs=logprobs,
-                        capture=capture,
-                        group=group,
-                        priority=priority,
-                    )
-                )
-            except RequestError as error:
-                if len(many) == 1:
-                    raise
-                message = str(error).removeprefix(f"{error.field}: ")
-                raise RequestError(f"prompts[{index}].{error.field}", message) from None
-        return requests
+        makers = [
+            partial(
+                self.make,
+                prompt,
+                sampling,
+                logprobs=logprobs,
+                capture=capture,
+                group=group,
+                priority=priority,
+            )
+            for prompt, sampling in zip(many, params, strict=True)
+        ]
+        return _made("prompts", makers)
+
+    def make_bodies(self, bodies: Sequence[GenerateBody]) -> list[Request]:
+        """Return a request per body; nothing is returned unless all are right."""
+        return _made("bodies", [partial(self._of_body, body) for body in bodies])
+
+    def _of_body(self, body: GenerateBody) -> Request:
+        return self.make(
+            prompt_of(body),
+            body.sampling_params,
+            logprobs=logprobs_of(body),
+            group=body.group,
+            priority=body.priority,
+            label=body.rid,
+        )
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         """Return the token ids of a prompt in any of its forms; not validated."""
@@ -152,7 +173,8 @@ class RequestMaker:
             if not token_ids:
                 raise RequestError("text", "the prompt is empty; give at least one character")
             return token_ids
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        is_list = isinstance(prompt, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if is_list and prompt and isinstance(prompt[0], Mapping):
             return self._encode_chat(prompt)  # type: ignore[arg-type]
         return prompt  # type: ignore[return-value]
 
@@ -164,6 +186,20 @@ class RequestMaker:
         text = self._chat_template.render([dict(message) for message in messages])
         # The template writes the special tokens itself, so none are added here.
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _made(name: str, makers: Sequence[Callable[[], Request]]) -> list[Request]:
+    """Return what the makers make; of several, an error names the one at fault."""
+    requests: list[Request] = []
+    for index, make in enumerate(makers):
+        try:
+            requests.append(make())
+        except RequestError as error:
+            if len(makers) == 1:
+                raise
+            message = str(error).removeprefix(f"{error.field}: ")
+            raise RequestError(f"{name}[{index}].{error.field}", message) from None
+    return requests
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

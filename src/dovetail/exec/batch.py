@@ -5,7 +5,8 @@ cache slots and work lists, so the host never sends what the device can derive. 
 runs on the compute lane. This is the CPU form: device memory is host memory, and
 numpy costs a fraction of a torch call on arrays this small.
 
-Shape legend: R rows, T tokens, D decode rows, S cached tokens of a row.
+Shape legend: R rows, T tokens, D decode rows, G of them in a group, P pages, S cached tokens
+of a row.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from dovetail.attention.paged import AttentionRows
+from dovetail.attention.paged import AttentionRows, DecodeGroup
 from dovetail.errors import InvariantError
 from dovetail.exec.packet import PacketView
 from dovetail.exec.state import DeviceState
@@ -23,6 +24,9 @@ from dovetail.sampling.state import SLOT_COLUMNS
 from dovetail.sched.plan import FROM_DEVICE
 
 Ints = NDArray[np.int64]
+
+GROUP_ROWS = 32
+"""Decode rows that attend in one call."""
 
 
 class StepInputs:
@@ -143,9 +147,7 @@ def unpack(
         kv_slots_T=kv_slots_T,
         attention=AttentionRows(
             kv_slots_T=kv_slots_T,
-            num_decode=num_decode,
-            decode_slots_DS=_decode_slots(rows, state, end_R[:num_decode], page_size),
-            decode_len_D=torch.from_numpy(end_R[:num_decode]),
+            decode_groups=_decode_groups(rows.slot[:num_decode], end_R, state, page_size),
             prefill_rows=tuple(
                 (
                     int(first_token_R[r]),
@@ -175,13 +177,27 @@ def sequence_slots(state: DeviceState, slot: int, num_tokens: int, page_size: in
     return (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[:num_tokens]
 
 
-def _decode_slots(rows: StepRows, state: DeviceState, end_D: Ints, page_size: int) -> Tensor:
-    if not len(end_D):
-        return torch.empty(0, 0, dtype=torch.int64)
-    longest = int(end_D.max())
-    pages_DP = state.page_table[rows.slot[: len(end_D)], : -(-longest // page_size)]
-    slots_DS = (pages_DP[:, :, None] * page_size + np.arange(page_size)).reshape(len(end_D), -1)
-    slots_DS = slots_DS[:, :longest]
-    is_real = np.arange(longest) < end_D[:, None]
+def _decode_groups(
+    slot_D: Ints, end_R: Ints, state: DeviceState, page_size: int
+) -> tuple[DecodeGroup, ...]:
+    """Sort the decode rows by length and cut them into groups, so that little is padded."""
+    order_D = np.argsort(end_R[: len(slot_D)], kind="stable")
+    return tuple(
+        _decode_group(tokens_G, slot_D[tokens_G], end_R[tokens_G], state, page_size)
+        for tokens_G in (order_D[i : i + GROUP_ROWS] for i in range(0, len(slot_D), GROUP_ROWS))
+    )
+
+
+def _decode_group(
+    tokens_G: Ints, slot_G: Ints, end_G: Ints, state: DeviceState, page_size: int
+) -> DecodeGroup:
+    longest = int(end_G.max())
+    pages_GP = state.page_table[slot_G, : -(-longest // page_size)]
+    slots_GS = (pages_GP[:, :, None] * page_size + np.arange(page_size)).reshape(len(slot_G), -1)
+    slots_GS = slots_GS[:, :longest]
+    is_real_GS = np.arange(longest) < end_G[:, None]
     # Padding reads the row's own first token: a stranger's memory might hold NaN.
-    return torch.from_numpy(np.where(is_real, slots_DS, slots_DS[:, :1]))
+    slots_GS = np.where(is_real_GS, slots_GS, slots_GS[:, :1])
+    return DecodeGroup(
+        torch.from_numpy(tokens_G), torch.from_numpy(slots_GS), torch.from_numpy(end_G)
+    )

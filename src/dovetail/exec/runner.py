@@ -27,6 +27,7 @@ from dovetail.exec.readback import (
 )
 from dovetail.exec.state import DeviceState
 from dovetail.kernels import api
+from dovetail.kernels.scratch import Scratch
 from dovetail.models.base import CausalLM
 from dovetail.sampling.sampler import History, draw
 from dovetail.sched.plan import LogprobKindId
@@ -45,6 +46,7 @@ class StepRunner:
         self._kv = KVStore(config, device)
         self._state = DeviceState(config, device)
         self._inputs = StepInputs(config.max_running)
+        self._scratch = Scratch()
 
     @property
     def columns(self) -> dict[str, ColumnSpec]:
@@ -81,7 +83,11 @@ class StepRunner:
                 positions=batch.positions_T,
                 kv_slots=batch.kv_slots_T,
                 attention=PagedAttention(
-                    self._kv.k_LCKD, self._kv.v_LCKD, batch.attention, dtype=self._kv.k_LCKD.dtype
+                    self._kv.k_LCKD,
+                    self._kv.v_LCKD,
+                    batch.attention,
+                    dtype=self._kv.k_LCKD.dtype,
+                    scratch=self._scratch,
                 ),
             )
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dovetail.kernels.ref import activation, attention, moe, norm, sampling
 from dovetail.kernels.ref import rotary as rotary_ref
+from dovetail.kernels.scratch import Scratch
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -137,6 +138,7 @@ def decode_attention(
     *,
     kv_slots_RS: Tensor,
     bias_R11S: Tensor,
+    scratch: Scratch,
 ) -> Tensor:
     """Attend with one query token a row, over the row's cached tokens, itself included.
 
@@ -149,12 +151,18 @@ def decode_attention(
         kv_slots_RS: int64, cache slots of each row's tokens. Shorter rows are padded with slots
             of their own, never a stranger's: NaN there would pass through a zero weight.
         bias_R11S: 0 for a token, -inf for padding, the dtype of ``q_RHD``.
+        scratch: memory to work in.
 
     Returns:
         [R, H, D].
     """
     return attention.decode_attention(
-        q_RHD, k_cache_CKD, v_cache_CKD, kv_slots_RS=kv_slots_RS, bias_R11S=bias_R11S
+        q_RHD,
+        k_cache_CKD,
+        v_cache_CKD,
+        kv_slots_RS=kv_slots_RS,
+        bias_R11S=bias_R11S,
+        scratch=scratch,
     )
 
 

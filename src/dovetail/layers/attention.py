@@ -23,14 +23,14 @@ class Attention(nn.Module):
         self, config: ModelConfig, layer_idx: int, rotary: Rotary, *, at: Placement
     ) -> None:
         super().__init__()
-        size, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        size, dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         self.layer_idx = layer_idx
         self.head_dim = dim
         self.num_heads = divide(config.num_heads, at.comm.size, "num_heads")
         self.num_kv_heads = divide(config.num_kv_heads, at.comm.size, "num_kv_heads")
-        self.qkv_proj = ColumnLinear(size, (q_size, kv_size, kv_size), bias=bias, at=at)
-        self.o_proj = RowLinear(q_size, size, bias=bias, at=at)
+        self.qkv_proj = ColumnLinear(size, (q_size, kv_size, kv_size), bias=config.qkv_bias, at=at)
+        self.o_proj = RowLinear(q_size, size, bias=config.o_bias, at=at)
         self.q_norm = RmsNorm(dim, config.rms_norm_eps, at=at) if config.qk_norm else None
         self.k_norm = RmsNorm(dim, config.rms_norm_eps, at=at) if config.qk_norm else None
         self.rotary = rotary

@@ -1,6 +1,9 @@
-"""Llama (arXiv 2302.13971) and Qwen3 (arXiv 2505.09388): a decoder with dense MLPs.
+"""Llama (arXiv 2302.13971), Mistral (arXiv 2310.06825), Qwen2 (arXiv 2407.10671) and Qwen3 (arXiv
+2505.09388): a decoder with dense MLPs.
 
-They differ only in what ``ModelConfig`` says: Qwen3 normalises q and k, Llama may have MLP biases.
+They differ only in what ``ModelConfig`` says: Qwen3 normalises q and k, Qwen2 has biases there,
+Llama may have biases everywhere. A sliding window does not show here: ``config.resolve`` keeps the
+context within it.
 """
 
 from torch import nn

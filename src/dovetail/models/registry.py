@@ -12,6 +12,8 @@ from dovetail.models.moe import build_moe
 
 _BUILDERS = {
     "LlamaForCausalLM": build_dense,
+    "MistralForCausalLM": build_dense,
+    "Qwen2ForCausalLM": build_dense,
     "Qwen3ForCausalLM": build_dense,
     "Qwen3MoeForCausalLM": build_moe,
 }

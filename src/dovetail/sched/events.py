@@ -1,5 +1,9 @@
 """From a sequence's record to the events that a client sees."""
 
+from typing import Any
+
+from numpy.typing import NDArray
+
 from dovetail.sched.plan import TokenScores
 from dovetail.sched.sequence import Sequence
 from dovetail.wire.result import Scores, TokenEvent
@@ -44,7 +48,12 @@ def _scores(parts: list[TokenScores]) -> Scores | None:
         return None
     return Scores(
         logprobs=tuple(x for part in parts for x in part.logprobs.tolist()),
-        top_ids=tuple(tuple(row) for part in parts for row in part.top_ids.tolist()),
-        top_logprobs=tuple(tuple(row) for part in parts for row in part.top_logprobs.tolist()),
-        id_logprobs=tuple(tuple(row) for part in parts for row in part.id_logprobs.tolist()),
+        top_ids=_rows([part.top_ids for part in parts]),
+        top_logprobs=_rows([part.top_logprobs for part in parts]),
+        id_logprobs=_rows([part.id_logprobs for part in parts]),
     )
+
+
+def _rows(tables: list[NDArray[Any]]) -> tuple[tuple[Any, ...], ...]:
+    """Return all rows of the tables; none if they have no columns: nobody asked for them."""
+    return tuple(tuple(row) for table in tables if table.shape[1] for row in table.tolist())

@@ -96,8 +96,10 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         input_ids: the prompt as token ids.
         messages: a chat, rendered with the model's chat template.
         sampling_params: see ``SamplingParams``.
-        return_logprob: include the chosen tokens' logprobs in the reply.
-        logprob_start_len, top_logprobs_num, token_ids_logprob: see ``LogprobParams``.
+        return_logprob: include the chosen tokens' logprobs in the reply. Without it the next
+            fields have no effect, as in SGLang.
+        logprob_start_len, top_logprobs_num, token_ids_logprob, logprob_kind: see
+            ``LogprobParams``.
         group: a label that several requests share; they can be aborted together.
         priority: under the ``priority`` policy, higher goes first.
         rid: the client's own label; returned, never interpreted.

@@ -49,8 +49,8 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         logprobs: of the known tokens, for prompt positions; empty for generated ones,
             whose logprobs stand in the event.
-        top_ids, top_logprobs: the likeliest ids, likeliest first.
-        id_logprobs: of the ids that were asked for, in their order.
+        top_ids, top_logprobs: the likeliest ids, likeliest first; empty if not asked for.
+        id_logprobs: of the ids that were asked for, in their order; empty if not asked for.
     """
 
     logprobs: tuple[float, ...] = ()

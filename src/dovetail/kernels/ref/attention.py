@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dovetail.kernels.scratch import Scratch
+
 
 def write_kv(cache_CKD: Tensor, kv_slots_T: Tensor, x_TKD: Tensor) -> None:
     """See ``kernels.api.write_kv``."""
@@ -23,13 +25,19 @@ def decode_attention(
     *,
     kv_slots_RS: Tensor,
     bias_R11S: Tensor,
+    scratch: Scratch,
 ) -> Tensor:
     """See ``kernels.api.decode_attention``."""
     num_rows, num_heads, head_dim = q_RHD.shape
     num_kv_heads = k_cache_CKD.shape[1]
     flat = kv_slots_RS.view(-1)
-    k = k_cache_CKD.index_select(0, flat).view(num_rows, -1, num_kv_heads, head_dim)
-    v = v_cache_CKD.index_select(0, flat).view(num_rows, -1, num_kv_heads, head_dim)
+    shape = (len(flat), num_kv_heads, head_dim)
+    k = scratch.take("k", shape, k_cache_CKD)
+    v = scratch.take("v", shape, v_cache_CKD)
+    torch.index_select(k_cache_CKD, 0, flat, out=k)
+    torch.index_select(v_cache_CKD, 0, flat, out=v)
+    k = k.view(num_rows, -1, num_kv_heads, head_dim)
+    v = v.view(num_rows, -1, num_kv_heads, head_dim)
     # The query heads that share a KV head see the same keys, so they stand as query tokens.
     grouped = q_RHD.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = F.scaled_dot_product_attention(

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from dovetail.kernels.ref.activation import silu_mul
 
+GROUPED_MM_ROW_BYTES = 16
+"""``torch.nn.functional.grouped_mm`` takes rows of a multiple of this."""
+
 
 def router_topk(logits_TE: Tensor, k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """See ``kernels.api.router_topk``."""
@@ -42,26 +45,25 @@ def fused_moe(
 
 
 def _by_expert(x_TM: Tensor, ids_TK: Tensor, w_gate_up_E2IM: Tensor, w_down_EMI: Tensor) -> Tensor:
-    """Sort the slots by expert, so that each active expert is one pair of matmuls."""
+    """Sort the slots by expert, so that the slots of an expert are the rows of one matmul."""
     k = ids_TK.shape[1]
     ids_S = ids_TK.flatten()
     order_S = ids_S.argsort(stable=True)
-    sorted_x_SM = x_TM[order_S // k]
-    slots_per_expert = torch.bincount(ids_S, minlength=len(w_down_EMI)).tolist()
+    sorted_x_SM = x_TM.index_select(0, order_S // k)
+    ends_E = torch.bincount(ids_S, minlength=len(w_down_EMI)).cumsum(0).to(torch.int32)
+    hidden_S2I = _grouped_linear(sorted_x_SM, w_gate_up_E2IM, ends_E)
+    sorted_y_SM = _grouped_linear(silu_mul(hidden_S2I), w_down_EMI, ends_E)
+    return torch.empty_like(sorted_y_SM).index_copy_(0, order_S, sorted_y_SM)
 
-    sorted_y_SM = torch.empty_like(sorted_x_SM)
-    start = 0
-    for expert, num_slots in enumerate(slots_per_expert):
-        if num_slots:
-            end = start + num_slots
-            sorted_y_SM[start:end] = _expert(
-                sorted_x_SM[start:end], w_gate_up_E2IM[expert], w_down_EMI[expert]
-            )
-            start = end
 
-    y_SM = torch.empty_like(sorted_y_SM)
-    y_SM[order_S] = sorted_y_SM
-    return y_SM
+def _grouped_linear(x_SN: Tensor, weight_EON: Tensor, ends_E: Tensor) -> Tensor:
+    """Apply to each run of rows, up to ``ends_E[e]``, the linear map of expert e."""
+    widths = (x_SN.shape[1], weight_EON.shape[1])
+    if all(width * x_SN.element_size() % GROUPED_MM_ROW_BYTES == 0 for width in widths):
+        return F.grouped_mm(x_SN, weight_EON.transpose(1, 2), offs=ends_E)
+    starts = [0, *ends_E.tolist()]
+    runs = zip(starts, starts[1:], weight_EON, strict=False)
+    return torch.cat([F.linear(x_SN[start:end], weight) for start, end, weight in runs])
 
 
 def _expert(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:

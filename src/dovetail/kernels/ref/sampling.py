@@ -153,9 +153,11 @@ def sample(
 ) -> Draws:
     """See ``kernels.api.sample``."""
     is_greedy_N = temperature_N == 0
-    scaled_NV = logits_NV / torch.where(is_greedy_N, 1.0, temperature_N)[:, None]
-    scores_NV, reported_NV = scaled_NV, scaled_NV
     drawn = torch.nonzero(~is_greedy_N).view(-1)
+    scaled_NV = logits_NV
+    if len(drawn):
+        scaled_NV = logits_NV / torch.where(is_greedy_N, 1.0, temperature_N)[:, None]
+    scores_NV, reported_NV = scaled_NV, scaled_NV
     if len(drawn):
         noise_DV = gumbel_noise(
             seed_N[drawn],

@@ -1,0 +1,203 @@
+"""The embedded model on this CPU: our engine against transformers, in interleaved pairs.
+
+    python benchmarks/cpu_vs_transformers.py [--repeats 5] [--output FILE.jsonl]
+
+Greedy, float32, one intra-op thread, no prefix reuse between repeats. Three opponents, all
+transformers: ``generate`` at batch 1, its continuous batching with 32 and 128 requests at once
+(pool sized as ours), and ``generate`` on a left-padded batch of the same requests. Each pair runs
+ours, theirs, ours, theirs, ...; the ratio is that of the medians. Prints one JSON line a pair.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+import dovetail
+
+PAGE_SIZE = 16
+POOL_TOKENS = 128 * 384
+OUTPUT_LEN = 64
+
+Ids = list[list[int]]
+
+
+def prompts_of(batch: int, *, seed: int = 0) -> Ids:
+    """Return ``batch`` prompts of 16 to 128 random ids (no special ones)."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 2048, rng.integers(16, 129)).tolist() for _ in range(batch)]
+
+
+def run_ours(engine: dovetail.Engine, prompts: Ids) -> list[list[int]]:
+    """Generate with our engine; returns ids."""
+    params = dovetail.SamplingParams(temperature=0, max_new_tokens=OUTPUT_LEN, ignore_eos=True)
+    return [list(g.token_ids) for g in engine.generate(prompts, params)]
+
+
+def run_generate(model: torch.nn.Module, prompts: Ids) -> list[list[int]]:
+    """Generate with ``generate`` on a left-padded batch; returns ids."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=OUTPUT_LEN,
+            eos_token_id=-1, pad_token_id=0,
+        )  # fmt: skip
+    return out[:, longest:].tolist()
+
+
+def run_continuous(model: torch.nn.Module, prompts: Ids) -> list[list[int]]:
+    """Generate with transformers' continuous batching; returns ids."""
+    outputs = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(
+            do_sample=False, max_new_tokens=OUTPUT_LEN, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=PAGE_SIZE,
+            num_blocks=POOL_TOKENS // PAGE_SIZE,
+            max_batch_tokens=512 + 128,
+            allow_block_sharing=False,
+        ),
+        warmup=False,
+    )
+    by_prompt = {tuple(o.prompt_ids): o.generated_tokens for o in outputs.values()}
+    return [list(by_prompt[tuple(prompt)]) for prompt in prompts]
+
+
+def measure(
+    name: str,
+    ours: Callable[[Ids], list[list[int]]],
+    theirs: Callable[[Ids], list[list[int]]],
+    *,
+    batch: int,
+    repeats: int,
+    console: Console,
+) -> dict[str, object]:
+    """Time interleaved pairs on fresh prompts; returns the result line."""
+    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    same = total = 0
+    for repeat in track(range(repeats + 1), description=f"{name} {batch}", console=console):
+        prompts = prompts_of(batch, seed=repeat)
+        outputs = {}
+        for side, run in (("ours", ours), ("theirs", theirs)):
+            started = time.perf_counter()
+            outputs[side] = run(prompts)
+            if repeat:  # the first pair warms up
+                seconds[side].append(time.perf_counter() - started)
+        assert all(len(ids) == OUTPUT_LEN for out in outputs.values() for ids in out)
+        same += sum(a == b for a, b in zip(outputs["ours"], outputs["theirs"], strict=True))
+        total += batch
+    median = {side: statistics.median(values) for side, values in seconds.items()}
+    tokens = batch * OUTPUT_LEN
+    return {
+        "work": f"tiny-moe against transformers {name}",
+        "shape": "tiny-moe float32, prompts U(16, 128), 64 out",
+        "batch": batch,
+        "value": round(median["theirs"] / median["ours"], 3),
+        "unit": "times faster (ratio of medians)",
+        "floor": None,
+        "best_peer": {"tokens_per_second": round(tokens / median["theirs"], 1)},
+        "tokens_per_second": round(tokens / median["ours"], 1),
+        "seconds": {side: [round(v, 4) for v in values] for side, values in seconds.items()},
+        "equal_outputs": f"{same} of {total}",
+        "device": cpu_name(),
+        "rates": rates(),
+        "versions": {
+            "dovetail": dovetail.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "commit": commit(),
+        "command": "python " + " ".join(sys.argv),
+    }
+
+
+def cpu_name() -> str:
+    """Return the CPU's name and core count."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def rates() -> dict[str, float]:
+    """Return this machine's copy and matrix-product rates, one thread."""
+    source, target = torch.ones(2**24), torch.empty(2**24)
+    square = torch.ones(768, 768)
+    copy = min(_seconds(lambda: target.copy_(source)) for _ in range(5))
+    product = min(_seconds(lambda: square @ square) for _ in range(5))
+    return {
+        "copy_GB_per_s": round(2 * 4 * 2**24 / copy / 1e9, 2),
+        "gemm_GFLOP_per_s": round(2 * 768**3 / product / 1e9, 1),
+    }
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def commit() -> str | None:
+    """Return the commit this was measured at."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return done.stdout.strip() or None
+
+
+def main() -> None:
+    """Run all pairs."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    console = Console(stderr=True)
+    lines = []
+    with dovetail.Engine(
+        page_size=PAGE_SIZE, num_pages=POOL_TOKENS // PAGE_SIZE, prefix_cache=False, num_threads=1
+    ) as engine:
+        folder = engine.config.model_folder
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        paged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for name, batch, theirs in (
+            ("generate", 1, lambda prompts: run_generate(model, prompts)),
+            ("continuous batching", 32, lambda prompts: run_continuous(paged, prompts)),
+            ("continuous batching", 128, lambda prompts: run_continuous(paged, prompts)),
+            ("padded generate", 32, lambda prompts: run_generate(model, prompts)),
+            ("padded generate", 128, lambda prompts: run_generate(model, prompts)),
+        ):
+            line = measure(
+                name, lambda prompts: run_ours(engine, prompts), theirs,
+                batch=batch, repeats=args.repeats, console=console,
+            )  # fmt: skip
+            lines.append(json.dumps(line))
+            print(lines[-1], flush=True)
+    if args.output is not None:
+        args.output.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

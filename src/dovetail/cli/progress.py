@@ -1,0 +1,47 @@
+"""What a waiting user sees: bars on standard error, and an engine that shows its loading.
+
+Owns the bars. They are gone when they are done, and there are none without a terminal, so standard
+output and logs hold results alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dovetail.core.engine import Engine
+
+
+def progress_bar() -> Progress:
+    """Return a progress bar; enter it to show it."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,  # else results would go where the bar is
+    )
+
+
+@contextmanager
+def open_engine(options: dict[str, Any]) -> Iterator[Engine]:
+    """Make an engine, show how its weights load, and close it in the end."""
+    progress = progress_bar()
+    task = progress.add_task("loading weights", total=None)
+
+    def on_progress(done: int, total: int) -> None:
+        progress.start()  # not earlier: a download before it shows bars of its own
+        progress.update(task, completed=done, total=total)
+
+    try:
+        engine = Engine(on_progress=on_progress, **options)
+    finally:
+        progress.stop()
+    with engine:
+        yield engine
