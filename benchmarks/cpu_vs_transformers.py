@@ -11,9 +11,7 @@ ours, theirs, ours, theirs, ...; the ratio is that of the medians. Prints one JS
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 import transformers
+from common import describe_run
 from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -116,54 +115,11 @@ def measure(
         "value": round(median["theirs"] / median["ours"], 3),
         "unit": "times faster (ratio of medians)",
         "floor": None,
-        "best_peer": {"tokens_per_second": round(tokens / median["theirs"], 1)},
+        "their_tokens_per_second": round(tokens / median["theirs"], 1),
         "tokens_per_second": round(tokens / median["ours"], 1),
         "seconds": {side: [round(v, 4) for v in values] for side, values in seconds.items()},
         "equal_outputs": f"{same} of {total}",
-        "device": cpu_name(),
-        "rates": rates(),
-        "versions": {
-            "dovetail": dovetail.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "commit": commit(),
-        "command": "python " + " ".join(sys.argv),
-    }
-
-
-def cpu_name() -> str:
-    """Return the CPU's name and core count."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-
-
-def rates() -> dict[str, float]:
-    """Return this machine's copy and matrix-product rates, one thread."""
-    source, target = torch.ones(2**24), torch.empty(2**24)
-    square = torch.ones(768, 768)
-    copy = min(_seconds(lambda: target.copy_(source)) for _ in range(5))
-    product = min(_seconds(lambda: square @ square) for _ in range(5))
-    return {
-        "copy_GB_per_s": round(2 * 4 * 2**24 / copy / 1e9, 2),
-        "gemm_GFLOP_per_s": round(2 * 768**3 / product / 1e9, 1),
-    }
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
-def commit() -> str | None:
-    """Return the commit this was measured at."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return done.stdout.strip() or None
+    } | describe_run(sys.argv, "transformers")
 
 
 def main() -> None:

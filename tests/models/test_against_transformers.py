@@ -15,6 +15,8 @@ from tests.support.tiny_models import (
     max_diff,
     our_logits,
     random_llama,
+    random_mistral,
+    random_qwen2,
     random_qwen3,
     random_qwen3_moe,
     reference_logits,
@@ -39,6 +41,18 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-eps": (random_llama, {"rms_norm_eps": 0.1}),
     "llama3-rope": (random_llama, {"rope_parameters": LLAMA3_ROPE}),
     "linear-rope": (random_llama, {"rope_parameters": LINEAR_ROPE}),
+    "mistral": (random_mistral, {"sliding_window": None}),
+    "mistral-tied-no-head-dim": (
+        random_mistral,
+        {"sliding_window": None, "head_dim": None, "tie_word_embeddings": True},
+    ),
+    "mistral-within-its-window": (random_mistral, {"sliding_window": len(PROMPT)}),
+    "qwen2": (random_qwen2, {}),
+    "qwen2-tied-mha": (random_qwen2, {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "qwen2-within-its-window": (
+        random_qwen2,
+        {"use_sliding_window": True, "sliding_window": len(PROMPT), "max_window_layers": 1},
+    ),
     "qwen3": (random_qwen3, {}),
     "qwen3-tied-biases": (random_qwen3, {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen3-moe": (random_qwen3_moe, {"norm_topk_prob": True}),
@@ -76,7 +90,32 @@ def test_logits_are_equal_from_experts_stored_together(tmp_path: Path) -> None:
     assert diff < 1e-5
 
 
-@pytest.mark.parametrize("make", [random_llama, random_qwen3, random_qwen3_moe])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (random_mistral, {"sliding_window": len(PROMPT) - 1}),
+        (
+            random_qwen2,
+            {"use_sliding_window": True, "sliding_window": len(PROMPT) - 1, "max_window_layers": 2},
+        ),
+    ],
+)
+def test_beyond_the_window_full_attention_is_another_model(
+    make: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Why ``config.resolve`` refuses such a context: one token more than the window differs."""
+    theirs = make(**options)
+    theirs.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert model.config.sliding_window == len(PROMPT) - 1
+    ours, expected = our_logits(model, PROMPT), reference_logits(theirs, PROMPT)
+    assert max_diff(ours[:-1], expected[:-1]) < 1e-5
+    assert max_diff(ours[-1:], expected[-1:]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "make", [random_llama, random_mistral, random_qwen2, random_qwen3, random_qwen3_moe]
+)
 def test_token_by_token_is_the_same_as_at_once(make: Any, tmp_path: Path) -> None:
     theirs = make()
     theirs.save_pretrained(tmp_path)
@@ -88,7 +127,7 @@ def test_token_by_token_is_the_same_as_at_once(make: Any, tmp_path: Path) -> Non
     assert max_diff(logits, reference_logits(theirs, PROMPT)) < 1e-5
 
 
-@pytest.mark.parametrize("make", [random_llama, random_qwen3, random_qwen3_moe])
+@pytest.mark.parametrize("make", [random_llama, random_qwen2, random_qwen3, random_qwen3_moe])
 def test_bfloat16_is_as_near_the_truth_as_transformers(make: Any, tmp_path: Path) -> None:
     """Both round at many places, so they are compared with float32 and not with each other.
 

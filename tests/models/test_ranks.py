@@ -16,6 +16,7 @@ from tests.support.tiny_models import (
     max_diff,
     our_logits,
     random_llama,
+    random_qwen2,
     random_qwen3,
     random_qwen3_moe,
 )
@@ -25,6 +26,7 @@ from tests.support.tiny_models import (
     ("make", "options"),
     [
         (random_llama, {"attention_bias": True, "mlp_bias": True}),
+        (random_qwen2, {}),
         (random_qwen3, {"tie_word_embeddings": True}),
         (random_qwen3_moe, {"mlp_only_layers": [1]}),
     ],

@@ -31,7 +31,8 @@ def assert_same_tokens(
         got_ids: the ids to check.
         want: the oracle's generation.
         noise: bound on rounding of logits; of scores at temperature T it is ``noise / T`` if
-            T is less than 1. Applies to score gaps and to borders of the support.
+            T is less than 1, and a repetition penalty multiplies it. Applies to score gaps and to
+            borders of the support.
         router_noise: bound on rounding of router logits.
         context: goes into the message.
 
@@ -47,8 +48,7 @@ def assert_same_tokens(
             f"(finish: {want.finish}); the first {shared} are equal"
         )
         return shared
-    if 0 < want.temperature < 1:
-        noise /= want.temperature
+    noise *= _noise_scale(want)
     gap, border, router = want.gaps[at], want.border_gaps[at], want.router_gaps[at]
     assert gap < noise or border < noise or router < router_noise, (
         f"{_heading(context)}token {at} (position {len(want.prompt_ids) + at}) is {got[at]} "
@@ -57,6 +57,55 @@ def assert_same_tokens(
         f"  got  {_window(got, at)}\n  want {_window(expected, at)}"
     )
     return at
+
+
+def assert_follows(
+    got_ids: Sequence[int],
+    want: OracleGeneration,
+    *,
+    noise: float = SCORE_NOISE,
+    router_noise: float = ROUTER_NOISE,
+    context: str = "",
+) -> list[int]:
+    """Check each id against what ``Oracle.follow`` draws in its place, up to ties.
+
+    As ``assert_same_tokens``, but a tie does not end the comparison.
+
+    Returns:
+        The positions where a tie was met.
+    """
+    assert len(got_ids) == len(want.token_ids), context
+    different = [i for i, pair in enumerate(zip(got_ids, want.token_ids, strict=True)) if len(set(pair)) > 1]
+    for at in different:
+        scaled = noise * _noise_scale(want)
+        gap, border, router = want.gaps[at], want.border_gaps[at], want.router_gaps[at]
+        assert gap < scaled or border < scaled or router < router_noise, (
+            f"{_heading(context)}token {at} (position {len(want.prompt_ids) + at}) is {got_ids[at]} "
+            f"instead of {want.token_ids[at]}, and no tie: score gap {gap:.3g}, border gap "
+            f"{border:.3g} (noise {scaled:.3g}), router gap {router:.3g} (noise {router_noise:.3g})\n"
+            f"  got  {_window(tuple(got_ids), at)}\n  want {_window(want.token_ids, at)}"
+        )
+    return different
+
+
+def assert_top(
+    got_ids: Sequence[int],
+    got_logprobs: Sequence[float],
+    row: np.ndarray,
+    *,
+    num_top: int,
+    tol: float = 1e-4,
+    context: str = "",
+) -> None:
+    """Check one list of likeliest ids against the logprobs of all ids, ``row`` ``[V]``.
+
+    Equal ones may stand in any order, and so may those that rounding can swap.
+    """
+    assert len(got_ids) == len(got_logprobs) == num_top == len(set(got_ids)), (context, got_ids)
+    assert list(got_logprobs) == sorted(got_logprobs, reverse=True), (context, got_logprobs)
+    for values in (row[list(got_ids)], np.sort(row)[::-1][:num_top]):
+        is_close = np.isclose(got_logprobs, values, rtol=0, atol=tol)
+        assert is_close.all(), f"{_heading(context)}top {got_ids} {got_logprobs} against {values}"
 
 
 def assert_logprobs(
@@ -70,7 +119,7 @@ def assert_logprobs(
     assert got_n.shape == want_n.shape, (
         f"{_heading(context)}logprobs have shape {got_n.shape} instead of {want_n.shape}"
     )
-    wrong = np.flatnonzero(~(np.abs(got_n - want_n) <= tol))  # NaN is wrong too
+    wrong = np.flatnonzero(~np.isclose(got_n, want_n, rtol=0, atol=tol))  # NaN is wrong too
     assert not len(wrong), (
         f"{_heading(context)}{len(wrong)} of {len(want_n)} logprobs differ by more than {tol:g}; "
         f"the first is number {wrong[0]}: {got_n[wrong[0]]!r} instead of {want_n[wrong[0]]!r}"
@@ -100,6 +149,11 @@ def assert_same_routes(
             f"{want.expert_ids[token, layer]} (gap {want.gaps[token, layer]:.3g}, order gap "
             f"{want.order_gaps[token, layer]:.3g}, noise {noise:.3g})"
         )
+
+
+def _noise_scale(want: OracleGeneration) -> float:
+    """By how much the request enlarges an error of a logit."""
+    return want.noise_scale or 1 / min(want.temperature or 1.0, 1.0)
 
 
 def _heading(context: str) -> str:

@@ -7,7 +7,7 @@ Shape suffixes: T tokens, V vocabulary, L MoE layers, E experts, K experts of a 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from tests.support.sampling import draw, log_softmax
+from tests.support.sampling import Draw, Rules, draw, log_softmax
 
 NUM_MEMORISED = 8192
 
@@ -31,13 +31,16 @@ class OracleGeneration:
         prompt_ids: the prompt.
         temperature: the request's; 0 is greedy.
         token_ids: the generated ids; a token that ends the generation is included.
-        logprobs: log-softmax of logits / temperature (1 for greedy), before truncation.
+        logprobs: of the generated ids, of the kind asked for.
         gaps: best minus second best perturbed score in the support, in logits / temperature;
             of logits for greedy.
         border_gaps: the least move of a truncation border that changes the token.
         router_gaps: the least difference of k-th and (k+1)-th router logit over all MoE layers
             and all positions the token depends on; inf for dense models.
         finish: "stop" (a stop or end-of-sequence id) or "length".
+        support_gaps: the least move of a truncation border that changes the support.
+        reported: for each token, float64 ``[V]``, the logprobs of all ids, of the kind asked for.
+        noise_scale: by how much the request's parameters can enlarge an error of a logit.
     """
 
     prompt_ids: tuple[int, ...]
@@ -48,6 +51,9 @@ class OracleGeneration:
     border_gaps: tuple[float, ...] = ()
     router_gaps: tuple[float, ...] = ()
     finish: str = "length"
+    support_gaps: tuple[float, ...] = ()
+    reported: tuple[np.ndarray, ...] = ()
+    noise_scale: float | None = None
 
 
 class Routing(NamedTuple):
@@ -89,30 +95,77 @@ class Oracle:
         prompt_ids: Sequence[int],
         *,
         max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int = -1,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        sample_index: int = 0,
         stop_token_ids: Sequence[int] = (),
         eos_ids: Sequence[int] = (),
+        logit_bias: Mapping[int, float] | None = None,
+        **fields: float | int | str,
     ) -> OracleGeneration:
         """Generate by the documented rules, one whole forward for each token.
 
         Stop ids come from the caller alone: nothing is read from ``generation_config.json``.
+
+        Args:
+            prompt_ids: the prompt.
+            max_new_tokens: most tokens to generate.
+            stop_token_ids, eos_ids: ids that end it, and that ``min_new_tokens`` holds back.
+            logit_bias: id -> what is added to its logit.
+            fields: other fields of ``sampling.Rules``.
         """
         return self._generate(
             tuple(prompt_ids),
             max_new_tokens,
             frozenset((*stop_token_ids, *eos_ids)),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            sample_index=sample_index,
+            biases=tuple((logit_bias or {}).items()),
+            **fields,
         )
+
+    def follow(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        stop_token_ids: Sequence[int] = (),
+        eos_ids: Sequence[int] = (),
+        logit_bias: Mapping[int, float] | None = None,
+        **fields: float | int | str,
+    ) -> OracleGeneration:
+        """Draw each token after the *given* ones before it, by one forward over all.
+
+        ``token_ids[i]`` is what follows ``prompt_ids + output_ids[:i]``: the same tokens as
+        ``generate`` gives as long as ``output_ids`` are right, at a fraction of its price, and
+        still a check of every token after one that was a tie. Arguments as in ``generate``.
+        """
+        stop_ids = frozenset((*stop_token_ids, *eos_ids))
+        rules = Rules(logit_bias=dict(logit_bias or {}), held_ids=stop_ids, **fields)  # type: ignore[arg-type]
+        prompt, output = tuple(prompt_ids), tuple(output_ids)
+        if not output:
+            return _generation(prompt, rules, [], [], "length")
+        ids = prompt + output
+        logits_tv, router_tle = self._forward(ids, num_logits=len(output) + 1)
+        router_gaps = self._least_router_gaps(router_tle, len(ids))[len(prompt) - 1 : -1]
+        draws = [
+            draw(
+                logits_tv[i],
+                position=len(prompt) + i,
+                prompt_ids=prompt,
+                output_ids=output[:i],
+                rules=rules,
+            )
+            for i in range(len(output))
+        ]
+        finish = "stop" if output[-1] in stop_ids else "length"
+        return _generation(prompt, rules, draws, router_gaps.tolist(), finish)
+
+    def prompt_logprobs(
+        self, prompt_ids: Sequence[int], *, temperature: float = 1.0, kind: str = "scaled"
+    ) -> np.ndarray:
+        """Return the logprobs of all ids at prompt positions 1 on, float64 ``[prompt_len - 1, V]``.
+
+        No penalty and no bias applies to a prompt; ``scaled`` is at the request's temperature.
+        """
+        logits_tv, _ = self._forward(tuple(prompt_ids), num_logits=len(prompt_ids))
+        divisor = np.float32(temperature or 1.0) if kind == "scaled" else np.float32(1)
+        return log_softmax(logits_tv[:-1] / divisor)
 
     def score(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], temperature: float = 1.0
@@ -149,27 +202,41 @@ class Oracle:
         prompt_ids: tuple[int, ...],
         max_new_tokens: int,
         stop_ids: frozenset[int],
-        **sampling,
+        *,
+        biases: tuple[tuple[int, float], ...],
+        **fields,
     ) -> OracleGeneration:
+        rules = Rules(logit_bias=dict(biases), held_ids=stop_ids, **fields)
         draws, router_gaps, ids, finish = [], [], prompt_ids, "length"
         while len(draws) < max_new_tokens and finish == "length":
             logits_v, router_gap = self._last(ids)
-            draws.append(draw(logits_v, position=len(ids), **sampling))
+            output_ids = ids[len(prompt_ids) :]
+            draws.append(
+                draw(
+                    logits_v,
+                    position=len(ids),
+                    prompt_ids=prompt_ids,
+                    output_ids=output_ids,
+                    rules=rules,
+                )
+            )
             router_gaps.append(router_gap)
             ids = (*ids, draws[-1].token_id)
             finish = "stop" if ids[-1] in stop_ids else "length"
-        columns = [tuple(column) for column in zip(*draws, strict=True)] or [()] * 4
-        return OracleGeneration(
-            prompt_ids, sampling["temperature"], *columns, tuple(router_gaps), finish
-        )
+        return _generation(prompt_ids, rules, draws, router_gaps, finish)
 
     def _last_uncached(self, ids: tuple[int, ...]) -> tuple[np.ndarray, float]:
         logits_tv, router_tle = self._forward(ids, num_logits=1)
+        return logits_tv[0], float(self._least_router_gaps(router_tle, len(ids))[-1])
+
+    def _least_router_gaps(self, router_tle: np.ndarray | None, num_tokens: int) -> np.ndarray:
+        """Return, for each position, the least gap over all layers up to and with it ``[T]``."""
         k = self.experts_per_token
         if router_tle is None or router_tle.shape[-1] <= k:
-            return logits_tv[0], math.inf
+            return np.full(num_tokens, math.inf)
         best = -np.partition(-router_tle, (k - 1, k), axis=-1)
-        return logits_tv[0], float((best[..., k - 1] - best[..., k]).min())
+        gaps = (best[..., k - 1] - best[..., k]).reshape(num_tokens, -1).min(axis=-1)
+        return np.minimum.accumulate(gaps)
 
     @torch.inference_mode()
     def _forward(
@@ -184,3 +251,25 @@ class Oracle:
         if not router:
             return logits_tv, None
         return logits_tv, torch.stack(output.router_logits, dim=1).float().numpy()
+
+
+def _generation(
+    prompt_ids: tuple[int, ...],
+    rules: Rules,
+    draws: list[Draw],
+    router_gaps: list[float],
+    finish: str,
+) -> OracleGeneration:
+    return OracleGeneration(
+        prompt_ids,
+        rules.temperature,
+        token_ids=tuple(d.token_id for d in draws),
+        logprobs=tuple(d.logprob for d in draws),
+        gaps=tuple(d.gap for d in draws),
+        border_gaps=tuple(d.border_gap for d in draws),
+        router_gaps=tuple(router_gaps),
+        finish=finish,
+        support_gaps=tuple(d.support_gap for d in draws),
+        reported=tuple(d.reported for d in draws),
+        noise_scale=rules.noise_scale,
+    )

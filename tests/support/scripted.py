@@ -12,13 +12,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dovetail.config.model import ModelConfig, RopeConfig
-from dovetail.config.schema import EngineConfig
+from dovetail.config.payload import readout_bytes, sample_score_bytes
+from dovetail.config.schema import EngineConfig, PolicyName
 from dovetail.exec.fake import FakeExecutor
 from dovetail.exec.pending import PendingStep
-from dovetail.sched.plan import FROM_DEVICE, RowStatus, StepPlan
+from dovetail.sched.plan import FROM_DEVICE, RowStatus, Score, StepPlan, TokenScores
 
 VOCAB_SIZE = 32
 EOS_ID = 2
+MAX_TOP = 4
 
 Tokens = Sequence[int]
 
@@ -32,8 +34,14 @@ def plain_config(
     max_running: int = 4,
     depth: int = 1,
     prefix_cache: bool = True,
+    policy: PolicyName = "fcfs",
+    max_payload_bytes: int | None = None,
 ) -> EngineConfig:
-    """Return a configuration as ``resolve`` would, of a model that has no weights."""
+    """Return a configuration as ``resolve`` would, of a model that has no weights.
+
+    The payload is as small as it may be: one read-out, and a sampled token's scores for each row.
+    """
+    least_payload = readout_bytes(context_len) + sample_score_bytes(max_running)
     model = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=VOCAB_SIZE,
@@ -46,9 +54,11 @@ def plain_config(
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=1e4),
         tie_word_embeddings=False,
-        attention_bias=False,
+        qkv_bias=False,
+        o_bias=False,
         mlp_bias=False,
         qk_norm=False,
+        sliding_window=None,
         max_position_embeddings=context_len,
         dtype="float32",
         eos_token_ids=(EOS_ID,),
@@ -67,6 +77,8 @@ def plain_config(
         max_running=max_running,
         chunk_size=chunk_size,
         max_step_tokens=chunk_size + max_running,
+        max_payload_bytes=max_payload_bytes or least_payload,
+        policy=policy,
         prefix_cache=prefix_cache,
         num_threads=1,
         lanes="inline",
@@ -77,6 +89,27 @@ def plain_config(
 def next_token(token_ids: Tokens) -> int:
     """The script: a token that depends on all tokens before it."""
     return hash(tuple(token_ids)) % VOCAB_SIZE
+
+
+def as_sample(token_ids: Tokens, sample_index: int) -> Tokens:
+    """The script: what a sample looks at instead of the tokens, so that samples differ."""
+    return [*token_ids, VOCAB_SIZE + sample_index] if sample_index else token_ids
+
+
+def logprob_of(token_ids: Tokens, token_id: int) -> float:
+    """The script: a "logprob" that depends on a token and all before it."""
+    return -float(hash((*token_ids, 10_000 + token_id)) % 4096)
+
+
+def top_of(token_ids: Tokens, num_top: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The script: the "likeliest" ids after some tokens, and their logprobs."""
+    ids = tuple(next_token([*token_ids, 1_000 + rank]) for rank in range(num_top))
+    return ids, tuple(logprob_of(token_ids, 2_000 + rank) for rank in range(num_top))
+
+
+def asked_of(token_ids: Tokens, num_ids: int) -> tuple[float, ...]:
+    """The script: the logprobs of a request's own ids after some tokens."""
+    return tuple(logprob_of(token_ids, 3_000 + index) for index in range(num_ids))
 
 
 @dataclass
@@ -99,6 +132,7 @@ class _Slot:
     table: dict[int, int] = field(default_factory=dict)
     num_tokens: int = 0
     last_token: int = -1
+    sample_index: int = 0
 
 
 class PagedFake:
@@ -142,22 +176,46 @@ class PagedFake:
             }
             for r in plan.readouts
         )
-        for slot in plan.slot_writes.slot.tolist():
-            self._slots[slot] = _Slot()
+        new = plan.slot_writes
+        for slot, sample_index in zip(new.slot.tolist(), new.sample_index.tolist(), strict=True):
+            self._slots[slot] = _Slot(sample_index=sample_index)
         writes = plan.page_writes
         for slot, index, page in zip(writes.slot, writes.index, writes.page, strict=True):
             self._slots[slot].table[int(index)] = int(page)
         uploaded = deque(plan.token_ids.tolist())
         rows = plan.rows
-        for slot, start, width, samples in zip(
-            rows.slot, rows.start, rows.width, rows.samples, strict=True
+        scores, targets = deque(plan.scores), deque(plan.targets.tolist())
+        scored: list[TokenScores] = []
+        for row, (slot, start, width, samples) in enumerate(
+            zip(rows.slot, rows.start, rows.width, rows.samples, strict=True)
         ):
             self._run_row(step, plan.step_id, slot, start, width, samples, uploaded)
+            while scores and scores[0].row == row:
+                score = scores.popleft()
+                scored.append(self._score(score, slot, width, targets))
+        assert not scores and not targets, "scores out of order, or too many targets"
         pending = self._fake.submit(plan)
-        return PendingStep(plan, lambda: replace(pending.result(), readouts=captured))
+        return PendingStep(
+            plan,
+            lambda: replace(pending.result(), readouts=captured, scores=tuple(scored)),
+        )
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+    def _score(self, score: Score, slot: int, width: int, targets: deque[int]) -> TokenScores:
+        """What the script says of each position, by what is found in the pages."""
+        begin = self._slots[slot].num_tokens - width + score.first
+        assert 0 <= score.first and score.first + score.count <= width
+        contexts = [self._read(slot, begin + i + 1) for i in range(score.count)]
+        known = [targets.popleft() for _ in contexts] if score.is_prompt else []
+        tops = [top_of(context, score.num_top) for context in contexts]
+        return TokenScores(
+            logprobs=np.array(list(map(logprob_of, contexts, known)), dtype=np.float32),
+            top_ids=_table([ids for ids, _ in tops], np.int32),
+            top_logprobs=_table([values for _, values in tops], np.float32),
+            id_logprobs=_table([asked_of(c, score.num_ids) for c in contexts], np.float32),
+        )
 
     def _run_row(
         self,
@@ -188,7 +246,7 @@ class PagedFake:
         if samples:
             context = self._read(slot, state.num_tokens)
             self._statuses[-1] = self._status(context)
-            state.last_token = self._script(context)
+            state.last_token = self._script(as_sample(context, state.sample_index))
             self._tokens.append(state.last_token)
 
     def _pages_of(self, slot: int, num_tokens: int) -> set[int]:
@@ -198,3 +256,7 @@ class PagedFake:
     def _read(self, slot: int, num_tokens: int) -> list[int]:
         table, size = self._slots[slot].table, self._page_size
         return [self._pages[table[p // size]][p % size] for p in range(num_tokens)]
+
+
+def _table(rows: Sequence[Tokens | Sequence[float]], dtype: type[np.generic]) -> np.ndarray:
+    return np.array(rows, dtype=dtype)

@@ -15,8 +15,9 @@ from dovetail.config.schema import EngineConfig
 from dovetail.core.loop import EngineLoop
 from dovetail.core.mailbox import Inbox, Outbox
 from dovetail.exec.pending import StepExecutor
+from dovetail.sched.plan import StepPlan
 from dovetail.sched.scheduler import Scheduler
-from dovetail.wire.control import Abort, Admit
+from dovetail.wire.control import Abort, AbortGroup, Admit
 from dovetail.wire.request import LogprobParams, Request, SamplingParams
 from dovetail.wire.result import FinishReason, Scores, TokenEvent, Usage
 from dovetail.wire.validate import (
@@ -41,6 +42,20 @@ class Output:
     scores: list[Scores] = field(default_factory=list)
     prompt_scores: Scores | None = None
     num_events: int = 0
+
+    @property
+    def top(self) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        """For each token, the likeliest ids and their logprobs."""
+        return [
+            pair
+            for part in self.scores
+            for pair in zip(part.top_ids, part.top_logprobs, strict=True)
+        ]
+
+    @property
+    def id_logprobs(self) -> list[tuple[float, ...]]:
+        """For each token, the logprobs of the ids asked for."""
+        return [row for part in self.scores for row in part.id_logprobs]
 
 
 class Stepper:
@@ -69,6 +84,9 @@ class Stepper:
         self.samples: dict[int, list[Output]] = {}
         self.on_step: Callable[[int], None] | None = None
         self.num_steps = 0
+        self.num_forwarded = 0
+        self._plan = self.scheduler.plan
+        self.scheduler.plan = self._counted_plan  # type: ignore[method-assign]
 
     def add(
         self,
@@ -130,14 +148,28 @@ class Stepper:
         )
         return request_id
 
+    def _counted_plan(self) -> StepPlan | None:
+        plan = self._plan()
+        self.num_forwarded += 0 if plan is None else plan.num_tokens
+        return plan
+
     def abort(self, request_id: int) -> None:
         """Ask for an abort; it takes effect before the next step."""
         self.inbox.put(Abort(request_id))
 
+    def abort_group(self, group: str) -> None:
+        """Ask for an abort of all that carry a label."""
+        self.inbox.put(AbortGroup(group))
+
+    @property
+    def all_outputs(self) -> list[Output]:
+        """Every generation of every request."""
+        return [output for samples in self.samples.values() for output in samples]
+
     @property
     def is_busy(self) -> bool:
-        """True while a request is open or a step is in flight."""
-        return any(o.finish is None for group in self.samples.values() for o in group) or bool(self.loop.inflight)
+        """True while a generation is open or a step is in flight."""
+        return bool(self.loop.inflight) or any(o.finish is None for o in self.all_outputs)
 
     def step(self) -> None:
         """Do one turn of the loop and check the ledger."""
@@ -156,12 +188,12 @@ class Stepper:
         return self.outputs
 
     def check_idle(self) -> None:
-        """Every page is free or cached, no sequence is known, every request has ended once."""
+        """Every page is free or cached, no sequence is known, every generation has ended once."""
         stats = self.ledger.stats()
         assert stats.held == 0, stats
         assert self.scheduler.num_open == self.scheduler.num_running == 0
         assert self.scheduler.num_waiting == 0
-        for output in (o for group in self.samples.values() for o in group):
+        for output in self.all_outputs:
             assert output.finish is not None and output.usage is not None
             assert len(output.token_ids) == len(output.logprobs) == output.usage.completion_tokens
 

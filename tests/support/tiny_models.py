@@ -8,7 +8,11 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -41,6 +45,16 @@ _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_int
 def random_llama(**options: Any) -> LlamaForCausalLM:
     """Return a Llama with random parameters."""
     return _randomise(LlamaForCausalLM(LlamaConfig(**_SHAPE | options)))
+
+
+def random_mistral(**options: Any) -> MistralForCausalLM:
+    """Return a Mistral with random parameters."""
+    return _randomise(MistralForCausalLM(MistralConfig(**_SHAPE | options)))
+
+
+def random_qwen2(**options: Any) -> Qwen2ForCausalLM:
+    """Return a Qwen2 with random parameters."""
+    return _randomise(Qwen2ForCausalLM(Qwen2Config(**_SHAPE | options)))
 
 
 def random_qwen3(**options: Any) -> Qwen3ForCausalLM:

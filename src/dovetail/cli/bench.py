@@ -75,7 +75,7 @@ def add_bench_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         help="context where the measured steps begin (128)",
     )  # fmt: skip
     decode.add_argument(
-        "--steps", type=positive, default=32, metavar="N", help="steps that are measured (32)"
+        "--steps", type=positive, default=16, metavar="N", help="steps that are measured (16)"
     )
     prefill = works.add_parser("prefill", help="prompt tokens per second, by prompt length")
     prefill.add_argument(
@@ -88,6 +88,9 @@ def add_bench_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
                 "--repeats", type=positive, default=3, metavar="N",
                 help="runs of which the least time counts (3)",
             )  # fmt: skip
+        parser.add_argument(
+            "--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1.0)"
+        )
         parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
         add_engine_flags(parser)
         parser.set_defaults(run=_run, measure=measure)
@@ -117,8 +120,8 @@ def _offline(engine: Engine, args: argparse.Namespace) -> Iterator[Measurement]:
         args.output_len[0], args.output_len[1] + 1, args.num_prompts
     ).tolist()
     prompts = _random_prompts(engine, rng, input_lens)
-    params = [_fixed_len(output_len, seed=args.seed) for output_len in output_lens]
-    _warm_up(engine, rng)
+    params = [_fixed_len(output_len, args) for output_len in output_lens]
+    _warm_up(engine, rng, args)
     with progress_bar() as progress:
         task = progress.add_task("offline", total=args.num_prompts)
 
@@ -127,8 +130,8 @@ def _offline(engine: Engine, args: argparse.Namespace) -> Iterator[Measurement]:
 
         seconds = seconds_of(partial(engine.generate, prompts, params, on_finish=on_finish))
     shape = (
-        f"{_model_name(engine)}, {args.num_prompts} prompts of {_shown(args.input_len)} tokens, "
-        f"{_shown(args.output_len)} out"
+        f"{_what_runs(engine, args)}, {args.num_prompts} prompts of {_shown(args.input_len)} "
+        f"tokens, {_shown(args.output_len)} out"
     )
     batch = min(args.num_prompts, engine.config.max_running)
     for unit, lens in (("input tokens/s", input_lens), ("output tokens/s", output_lens)):
@@ -141,13 +144,13 @@ def _decode(engine: Engine, args: argparse.Namespace) -> Iterator[Measurement]:
     for batch in args.batches:
         for context in args.contexts:
             _check_decode(engine, batch, context, args.steps)
-    _warm_up(engine, rng)
+    _warm_up(engine, rng, args)
     for batch in args.batches:
         for context in args.contexts:
             prompts = _random_prompts(engine, rng, [context - SHORT_STEPS] * batch)
 
             def run(num_tokens: int, prompts: Ids = prompts) -> float:
-                params = _fixed_len(num_tokens, seed=args.seed)
+                params = _fixed_len(num_tokens, args)
                 return seconds_of(partial(engine.generate, prompts, params))
 
             with progress_bar() as progress:
@@ -155,7 +158,7 @@ def _decode(engine: Engine, args: argparse.Namespace) -> Iterator[Measurement]:
                     range(args.repeats), description=f"decode, {batch} at once"
                 )
                 seconds = step_seconds(run, num_steps=args.steps, repeats=repeats)
-            shape = f"{_model_name(engine)}, context {context} to {context + args.steps}"
+            shape = f"{_what_runs(engine, args)}, context {context} to {context + args.steps}"
             value = round(1e3 * seconds, 4)
             yield Measurement(work="decode", shape=shape, batch=batch, value=value, unit="ms/step")
 
@@ -188,16 +191,16 @@ def step_seconds(
 
 def _prefill(engine: Engine, args: argparse.Namespace) -> Iterator[Measurement]:
     rng = np.random.default_rng(args.seed)
-    _warm_up(engine, rng)
+    _warm_up(engine, rng, args)
     for input_len in args.input_lens:
         prompts = _random_prompts(engine, rng, [input_len])
-        params = _fixed_len(1, seed=args.seed)
+        params = _fixed_len(1, args)
         least = math.inf
         with progress_bar() as progress:
             for _ in progress.track(range(args.repeats), description=f"prefill {input_len}"):
                 least = min(least, seconds_of(partial(engine.generate, prompts, params)))
         shape = (
-            f"{_model_name(engine)}, prompt of {input_len} tokens, chunks of "
+            f"{_what_runs(engine, args)}, prompt of {input_len} tokens, chunks of "
             f"{engine.config.chunk_size}"
         )
         value = round(input_len / least, 1)
@@ -233,17 +236,23 @@ def _random_prompts(engine: Engine, rng: np.random.Generator, lens: list[int]) -
     return [rng.integers(0, vocab_size, length).tolist() for length in lens]
 
 
-def _fixed_len(num_tokens: int, *, seed: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, sampling_seed=seed)
+def _fixed_len(num_tokens: int, args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=num_tokens,
+        ignore_eos=True,
+        temperature=args.temperature,
+        sampling_seed=args.seed,
+    )
 
 
-def _warm_up(engine: Engine, rng: np.random.Generator) -> None:
+def _warm_up(engine: Engine, rng: np.random.Generator, args: argparse.Namespace) -> None:
     """The first steps of a process pay for what later ones find ready."""
-    engine.generate(_random_prompts(engine, rng, [8] * 4), _fixed_len(8, seed=0))
+    engine.generate(_random_prompts(engine, rng, [8] * 4), _fixed_len(8, args))
 
 
-def _model_name(engine: Engine) -> str:
-    return f"{Path(engine.config.model_folder).name} {engine.config.dtype}"
+def _what_runs(engine: Engine, args: argparse.Namespace) -> str:
+    name = Path(engine.config.model_folder).name
+    return f"{name} {engine.config.dtype}, temperature {args.temperature:g}"
 
 
 def _length_range(text: str) -> tuple[int, int]:

@@ -91,22 +91,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         "--min-p", default=_UNSET, type=float, metavar="P",
         help="drop tokens less likely than P times the likeliest (default: 0.0)",
     )  # fmt: skip
-    group.add_argument(
-        "--repetition-penalty", default=_UNSET, type=float, metavar="F",
-        help="divide the logits of tokens that occurred, above 1 against repetition (default: 1.0)",
-    )  # fmt: skip
-    group.add_argument(
-        "--frequency-penalty", default=_UNSET, type=float, metavar="X",
-        help="subtract X from a logit for each time its token was generated (default: 0.0)",
-    )  # fmt: skip
-    group.add_argument(
-        "--presence-penalty", default=_UNSET, type=float, metavar="X",
-        help="subtract X from the logits of tokens that were generated (default: 0.0)",
-    )  # fmt: skip
-    group.add_argument(
-        "--logit-bias", default=_UNSET, action="append", type=_bias, metavar="ID=VALUE",
-        help="add VALUE to the token's logit; may be given several times",
-    )  # fmt: skip
+    _add_penalty_flags(group)
     group.add_argument(
         "--min-new-tokens", default=_UNSET, type=int, metavar="N",
         help="no end-of-sequence or stop token before N tokens (default: 0)",
@@ -130,6 +115,25 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ignore-eos", default=_UNSET, action="store_true",
         help="go on past the model's end-of-sequence token",
+    )  # fmt: skip
+
+
+def _add_penalty_flags(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--repetition-penalty", default=_UNSET, type=float, metavar="F",
+        help="divide the logits of tokens that occurred, above 1 against repetition (default: 1.0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--frequency-penalty", default=_UNSET, type=float, metavar="X",
+        help="subtract X from a logit for each time its token was generated (default: 0.0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--presence-penalty", default=_UNSET, type=float, metavar="X",
+        help="subtract X from the logits of tokens that were generated (default: 0.0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--logit-bias", default=_UNSET, action="append", type=_bias, metavar="ID=VALUE",
+        help="add VALUE to the token's logit; may be given several times",
     )  # fmt: skip
 
 

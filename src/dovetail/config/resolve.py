@@ -10,10 +10,9 @@ import msgspec
 
 from dovetail.config.hub import locate_model
 from dovetail.config.model import ModelConfig
-from dovetail.config.payload import readout_bytes, score_bytes
+from dovetail.config.payload import readout_bytes, sample_score_bytes
 from dovetail.config.schema import DTypeName, EngineConfig, EngineOptions
 from dovetail.errors import ConfigError
-from dovetail.wire.validate import MAX_TOP_LOGPROBS
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 _UNITS = {
@@ -182,10 +181,7 @@ def _decide_payload_bytes(options: EngineOptions, context_len: int, reasons: dic
     reasons["max_payload_bytes"] = (
         "4 MiB of prompt logprobs, the read-out of a context, and top logprobs for max_running rows"
     )
-    decode_rows = options.max_running * score_bytes(
-        1, num_top=MAX_TOP_LOGPROBS, num_ids=MAX_TOP_LOGPROBS
-    )
-    return 2**22 + readout_bytes(context_len) + decode_rows
+    return 2**22 + readout_bytes(context_len) + sample_score_bytes(options.max_running)
 
 
 def _decide_num_threads(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> int:

@@ -66,11 +66,12 @@ class Outbox:
 
     def put(self, events: list[TokenEvent]) -> None:
         """Deliver events; a stream ends with its request's last event."""
-        for event in events:
-            with self._lock:
-                deliver = self._streams[event.request_id]
+        with self._lock:
+            clients = [self._streams[event.request_id] for event in events]
+            for event in events:
                 if event.finish is not None:
                     self._end_one(event.request_id)
+        for deliver, event in zip(clients, events, strict=True):
             deliver(event)
 
     def _end_one(self, request_id: int) -> None:

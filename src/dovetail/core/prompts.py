@@ -206,7 +206,8 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or a list of prompts? A list of ints or of messages is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Sequence):
+    is_list = isinstance(prompts, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(prompts, (bytes, Mapping)) or not is_list:
         try:
             prompts = list(prompts)  # type: ignore[arg-type]  # arrays of ids, generators
         except TypeError:

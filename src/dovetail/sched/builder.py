@@ -24,13 +24,15 @@ class PlanBuilder:
     Args:
         max_page_writes: page-table entries that a plan may change.
         max_token_writes: token-table entries that a plan may change.
-        max_payload_bytes: bytes that a step may return beside its result block.
+        max_payload_bytes: bytes that read-outs and prompt scores may take. Scores of sampled
+            tokens have their own: a row that runs must not wait for a place in the payload.
     """
 
     def __init__(
         self, *, max_page_writes: int, max_token_writes: int, max_payload_bytes: int
     ) -> None:
-        self._rows: list[tuple[int, int, int, int, int, int]] = []
+        self._num_rows = 0
+        self._row_values: list[int] = []
         self._token_ids: list[int] = []
         self._page_writes: list[tuple[int, int, int, int]] = []
         self._token_writes: list[tuple[int, int, int, int, float, int]] = []
@@ -45,7 +47,7 @@ class PlanBuilder:
     @property
     def is_empty(self) -> bool:
         """True while there is nothing to submit."""
-        return not self._rows and not self._readouts
+        return self._num_rows == 0 and not self._readouts
 
     def has_room_for_tenant(self, sequence: Sequence, *, num_pages: int) -> bool:
         """True if the sequence's tables fit into this plan."""
@@ -91,13 +93,16 @@ class PlanBuilder:
 
     def add_decode(self, sequence: Sequence, *, bound: int) -> None:
         """Forward the token that the device sampled last, and sample the next."""
-        self._rows.append((sequence.slot, sequence.generation, FROM_DEVICE, 1, bound, 1))
-        self._score_sample(sequence, width=1)
+        self._row_values += (sequence.slot, sequence.generation, FROM_DEVICE, 1, bound, 1)
+        self._num_rows += 1
+        if sequence.wants_scores:
+            self._add_score(sequence, first=0, count=1, is_prompt=False)
 
     def add_prefill(self, sequence: Sequence, *, width: int, bound: int, samples: int) -> None:
         """Forward the next ``width`` known tokens."""
         start = sequence.planned_len
-        self._rows.append((sequence.slot, sequence.generation, start, width, bound, samples))
+        self._row_values += (sequence.slot, sequence.generation, start, width, bound, samples)
+        self._num_rows += 1
         self._token_ids.extend(sequence.known_ids[start : start + width])
         targets = sequence.score_targets(start, width)
         if targets:
@@ -106,18 +111,15 @@ class PlanBuilder:
             )
             self._targets.extend(sequence.known_ids[targets.start : targets.stop])
             sequence.planned_score = targets.stop
-        if samples:
-            self._score_sample(sequence, width=width)
-
-    def _score_sample(self, sequence: Sequence, *, width: int) -> None:
-        if sequence.wants_scores:
+        if samples and sequence.wants_scores:
             self._add_score(sequence, first=width - 1, count=1, is_prompt=False)
 
     def _add_score(self, sequence: Sequence, *, first: int, count: int, is_prompt: bool) -> None:
         logprobs = sequence.request.logprobs
         num_top, num_ids = logprobs.top_logprobs_num, len(logprobs.token_ids_logprob)
-        self._scores.append(Score(len(self._rows) - 1, first, count, num_top, num_ids, is_prompt))
-        self._payload_bytes_left -= score_bytes(count, num_top=num_top, num_ids=num_ids)
+        self._scores.append(Score(self._num_rows - 1, first, count, num_top, num_ids, is_prompt))
+        if is_prompt:
+            self._payload_bytes_left -= score_bytes(count, num_top=num_top, num_ids=num_ids)
 
     def add_readout(self, sequence: Sequence, *, start: int, end: int) -> None:
         """Read back the sequence's captured columns of positions ``[start, end)``."""
@@ -128,7 +130,7 @@ class PlanBuilder:
 
     def build(self, *, step_id: int, epoch: int) -> StepPlan:
         """Return the finished plan."""
-        rows = np.array(self._rows, dtype=np.int32).reshape(-1, 6).T.copy()
+        rows = np.array(self._row_values, dtype=np.int32).reshape(-1, 6).T.copy()
         pages = np.array(self._page_writes, dtype=np.int32).reshape(-1, 4).T.copy()
         return StepPlan(
             step_id=step_id,

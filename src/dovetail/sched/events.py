@@ -10,11 +10,9 @@ from dovetail.wire.result import Scores, TokenEvent
 from dovetail.wire.tensor import TensorEnvelope
 
 
-def news_of(sequence: Sequence) -> list[TokenEvent]:
-    """Return an event with the tokens committed since the last one, or nothing."""
-    if sequence.num_emitted == len(sequence.record):
-        return []
-    return [_event(sequence, is_last=False)]
+def news_of(sequence: Sequence) -> TokenEvent:
+    """Return an event with the tokens committed since the last one."""
+    return _event(sequence, is_last=False)
 
 
 def last_event_of(sequence: Sequence) -> TokenEvent:
@@ -24,7 +22,7 @@ def last_event_of(sequence: Sequence) -> TokenEvent:
 
 def _event(sequence: Sequence, *, is_last: bool) -> TokenEvent:
     record, start = sequence.record, sequence.num_emitted
-    is_first = start == 0 and (is_last or len(record) > 0)
+    is_first = start == 0
     sequence.num_emitted = len(record)
     return TokenEvent(
         request_id=sequence.request.request_id,
@@ -32,7 +30,9 @@ def _event(sequence: Sequence, *, is_last: bool) -> TokenEvent:
         token_ids=tuple(record.token_ids[start:]),
         logprobs=tuple(record.logprobs[start:]),
         epochs=tuple(record.epochs[start:]),
-        scores=_scores([s for s in record.scores[start:] if s is not None]),
+        scores=_scores([s for s in record.scores[start:] if s is not None])
+        if sequence.wants_scores
+        else None,
         prompt_scores=_scores(sequence.prompt_scores) if is_first else None,
         finish=sequence.finish if is_last else None,
         usage=sequence.usage if is_last else None,

@@ -7,21 +7,18 @@ ABORTED = FinishReason(type="abort")
 LENGTH = FinishReason(type="length")
 
 
-def finish_after(sequence: Sequence, eos_token_ids: frozenset[int]) -> FinishReason | None:
-    """Return why ``sequence`` ends with its newest token, or None.
+def finish_after(sequence: Sequence, token_id: int) -> FinishReason | None:
+    """Return why ``sequence`` ends with ``token_id``, its newest token, or None.
 
     An id rule comes before a stop string, and both before the length limit, so a
     stop on the very last allowed token is reported as a stop.
     """
-    sampling, token_id = sequence.request.sampling, sequence.known_ids[-1]
-    if sampling.stop_token_ids and token_id in sampling.stop_token_ids:
-        return FinishReason(type="stop", matched=token_id)
-    if token_id in eos_token_ids and not sampling.ignore_eos:
+    if token_id in sequence.end_ids:
         return FinishReason(type="stop", matched=token_id)
     if sequence.stop_matcher is not None:
         matched = sequence.stop_matcher.push(token_id)
         if matched is not None:
             return FinishReason(type="stop", matched=matched)
-    if len(sequence.record) >= sequence.request.max_new_tokens:
+    if sequence.samples_left == 0 and sequence.pending_samples == 0:
         return LENGTH
     return None

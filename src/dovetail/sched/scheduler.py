@@ -12,6 +12,7 @@ in line, so the first always gets on and everybody ends.
 from collections.abc import Callable
 
 from dovetail.cache.ledger import KVLedger
+from dovetail.config.payload import sample_score_bytes
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
 from dovetail.sched.admission import LengthEstimate, PrefixHolds
@@ -66,6 +67,7 @@ class Scheduler:
         self._is_memory_short = False
         self._num_arrivals = 0
         self._num_steps = 0
+        self._num_commits = 0
         self.epoch = 0
 
     @property
@@ -144,7 +146,7 @@ class Scheduler:
         builder = PlanBuilder(
             max_page_writes=config.max_pages_per_sequence + config.max_running,
             max_token_writes=2 * MAX_BIASES,
-            max_payload_bytes=config.max_payload_bytes,
+            max_payload_bytes=config.max_payload_bytes - sample_score_bytes(config.max_running),
         )
         self._plan_readouts(builder)
         self._plan_decodes(builder)
@@ -165,13 +167,19 @@ class Scheduler:
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         for sequence in list(self._running):
-            if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
-                continue  # an earlier row of this very plan may have retracted it
-            if not sequence.may_sample or not self._extend(sequence, sequence.planned_len + 1):
+            if sequence.samples_left == 0 or sequence.planned_len < sequence.prefill_len:
                 continue
-            builder.add_pages(sequence)
-            builder.add_decode(sequence, bound=self._bound(sequence))
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # an earlier row of this very plan has retracted it
+            holding = sequence.holding
+            assert holding is not None
+            if sequence.planned_len == holding.capacity:
+                if not self._extend(sequence, sequence.planned_len + 1):
+                    continue
+                builder.add_pages(sequence)
+            builder.add_decode(sequence, bound=holding.capacity)
             sequence.planned_len += 1
+            sequence.samples_left -= 1
             sequence.pending_samples += 1
             sequence.num_inflight += 1
 
@@ -190,9 +198,11 @@ class Scheduler:
         if width == 0:
             return 0
         is_last = sequence.planned_len + width == sequence.prefill_len
-        samples = int(is_last and sequence.may_sample)
-        builder.add_prefill(sequence, width=width, bound=self._bound(sequence), samples=samples)
+        samples = int(is_last and sequence.samples_left > 0)
+        assert sequence.holding is not None
+        builder.add_prefill(sequence, width=width, bound=sequence.holding.capacity, samples=samples)
         sequence.planned_len += width
+        sequence.samples_left -= samples
         sequence.pending_samples += samples
         sequence.num_inflight += 1
         return width
@@ -200,6 +210,8 @@ class Scheduler:
     def _admit(self, builder: PlanBuilder, budget: int) -> None:
         if budget == 0 or self._is_memory_short or not len(self._waiting):
             return
+        if not self._slots.num_free:
+            return  # before anybody's prefix is looked up
         window = self._waiting.first(WINDOW)
         for sequence in ordered(self._config.policy, window, self._match_len):
             if budget == 0 or not self._slots.num_free:
@@ -242,6 +254,8 @@ class Scheduler:
             raise InvariantError("the ledger promised pages that it does not have")
         self._slots.take(sequence)
         sequence.start(holding)
+        if self._config.prefix_cache:
+            sequence.publish_at = holding.cached_len + self._config.page_size
         self._waiting.remove(sequence)
         self._running.add(sequence)
         self._holds.add(sequence)
@@ -259,10 +273,6 @@ class Scheduler:
         page_size = self._config.page_size
         growth = sum(self._lengths.growth(other, page_size) for other in self._running)
         return growth + self._lengths.growth(sequence, page_size)
-
-    def _bound(self, sequence: Sequence) -> int:
-        assert sequence.holding is not None
-        return len(sequence.holding.tables[0]) * self._config.page_size
 
     # -- memory --------------------------------------------------------------------------
 
@@ -310,7 +320,12 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Learn what a step produced; return the news, in row order."""
-        assert plan.step_id == result.step_id
+        if not plan.step_id == result.step_id == self._num_commits:
+            raise InvariantError(
+                f"step {self._num_commits} is to be committed, not plan {plan.step_id} with the "
+                f"result of step {result.step_id}"
+            )
+        self._num_commits += 1
         events: list[TokenEvent] = []
         sampled_scores = self._commit_prompt_scores(plan, result)
         rows = plan.rows
@@ -333,11 +348,15 @@ class Scheduler:
             if sequence.finish is None:
                 if samples and status == RowStatus.OK:
                     sequence.append(token_id, logprob, plan.epoch, sampled_scores.get(row))
-                reason = self._commit_row(sequence, width=width, samples=samples, status=status)
+                reason = self._commit_row(sequence, width, samples, token_id, status)
                 if reason is not None:
                     events += self._decide_finish(sequence, reason)
                     continue
-            events += self._settle(sequence)
+            if sequence.state is SequenceState.RUNNING:
+                if samples:
+                    events.append(news_of(sequence))
+            else:
+                events += self._settle(sequence)
         for readout, captured in zip(plan.readouts, result.readouts, strict=True):
             sequence = self._slots.tenant(readout.slot, readout.generation)
             sequence.num_inflight -= 1
@@ -359,21 +378,27 @@ class Scheduler:
         return sampled
 
     def _commit_row(
-        self, sequence: Sequence, *, width: int, samples: int, status: int
+        self, sequence: Sequence, width: int, samples: int, token_id: int, status: int
     ) -> FinishReason | None:
         """Learn that a row was forwarded; return why its sequence ends, or None."""
         sequence.computed_len += width
         if status != RowStatus.OK:  # whatever made it so is not shared
             return FinishReason(type="error", message=_STATUS_MESSAGES[RowStatus(status)])
-        if self._config.prefix_cache:
-            assert sequence.holding is not None
-            self._ledger.publish(sequence.holding, sequence.known_ids, sequence.computed_len)
+        if sequence.computed_len >= sequence.publish_at:
+            self._publish(sequence)
         if sequence.computed_len == sequence.prefill_len:
             self._holds.remove(sequence)
         if samples:
-            return finish_after(sequence, self._eos_token_ids)
+            return finish_after(sequence, token_id)
         is_done = sequence.computed_len == sequence.known_len
         return LENGTH if is_done and sequence.request.max_new_tokens == 0 else None
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Share the pages that have become full."""
+        assert sequence.holding is not None
+        self._ledger.publish(sequence.holding, sequence.known_ids, sequence.computed_len)
+        page_size = self._config.page_size
+        sequence.publish_at = (sequence.computed_len // page_size + 1) * page_size
 
     def _decide_finish(self, sequence: Sequence, reason: FinishReason) -> list[TokenEvent]:
         """The one terminal transition. The last event follows when nothing is in flight."""
@@ -383,6 +408,7 @@ class Scheduler:
             self._lengths.observe(sequence)
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
+            self._is_memory_short = False  # those behind it may be smaller
             return [self._end(sequence)]
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
@@ -392,8 +418,8 @@ class Scheduler:
         return self._settle(sequence)
 
     def _settle(self, sequence: Sequence) -> list[TokenEvent]:
-        """Return the sequence's news; let go of its memory if it leaves with nothing in flight."""
-        if sequence.state is not SequenceState.RUNNING and sequence.num_inflight == 0:
+        """Return a leaving sequence's news; let go of its memory if nothing of it is in flight."""
+        if sequence.num_inflight == 0:
             if sequence.state is SequenceState.RETRACTING:
                 del self._leaving[sequence]
                 self._requeue(sequence)
@@ -401,7 +427,7 @@ class Scheduler:
                 del self._leaving[sequence]
                 self._give_up_memory(sequence)
                 return [self._end(sequence)]
-        return news_of(sequence)
+        return [news_of(sequence)] if sequence.num_emitted < len(sequence.record) else []
 
     def _end(self, sequence: Sequence) -> TokenEvent:
         sequence.state = SequenceState.FINISHED

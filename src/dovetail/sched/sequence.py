@@ -73,6 +73,9 @@ class Sequence:
         rank: place in line; lower is served first and retracted last.
         num_passes: how often another sequence was preferred by the policy.
         known_ids: prompt and committed output, the host's view of the tokens.
+        end_ids: ids that end it.
+        samples_left: tokens that may still be planned to be sampled: what is in flight counts.
+        publish_at: ``computed_len`` at which another page is full and can be shared.
         slot, generation: row in device state, -1 while it has none.
         holding: its pages, or None.
         prefill_len: tokens that were known when it got its memory; they are forwarded
@@ -84,6 +87,7 @@ class Sequence:
         prompt_scores: probabilities of prompt tokens, in order; append-only.
         scored, planned_score: prompt position whose probability is the next to be
             committed, and planned.
+        wants_scores: each draw reports more than the chosen token's logprob.
         num_pages_sent: page-table entries the device has been told, a count per group.
     """
 
@@ -92,6 +96,7 @@ class Sequence:
         "cached_len",
         "captured",
         "computed_len",
+        "end_ids",
         "finish",
         "generation",
         "holding",
@@ -107,15 +112,18 @@ class Sequence:
         "prefill_len",
         "prompt_len",
         "prompt_scores",
+        "publish_at",
         "rank",
         "readout_planned",
         "record",
         "request",
         "sample_index",
+        "samples_left",
         "scored",
         "slot",
         "state",
         "stop_matcher",
+        "wants_scores",
     )
 
     def __init__(
@@ -133,6 +141,11 @@ class Sequence:
         self.num_passes = 0
         self.prompt_len = len(request.prompt_token_ids)
         self.biases = _biases(request, eos_token_ids)
+        self.end_ids = _end_ids(request, eos_token_ids)
+        self.samples_left = request.max_new_tokens
+        self.publish_at = NO_LIMIT
+        logprobs = request.logprobs
+        self.wants_scores = logprobs.top_logprobs_num > 0 or len(logprobs.token_ids_logprob) > 0
         self.known_ids: list[int] = list(request.prompt_token_ids)
         self.record = TokenRecord()
         self.stop_matcher = stop_matcher
@@ -168,11 +181,6 @@ class Sequence:
         return self.planned_len < self.prefill_len
 
     @property
-    def may_sample(self) -> bool:
-        """True if one more sampled token stays within ``max_new_tokens``, whatever is in flight."""
-        return len(self.record) + self.pending_samples < self.request.max_new_tokens
-
-    @property
     def usage(self) -> Usage:
         """Token counts as committed."""
         return Usage(
@@ -181,12 +189,6 @@ class Sequence:
             cached_tokens=self.cached_len,
             num_retractions=self.num_retractions,
         )
-
-    @property
-    def wants_scores(self) -> bool:
-        """True if each draw reports more than the chosen token's logprob."""
-        logprobs = self.request.logprobs
-        return logprobs.top_logprobs_num > 0 or len(logprobs.token_ids_logprob) > 0
 
     @property
     def max_cached_len(self) -> int:
@@ -240,13 +242,17 @@ class Sequence:
         self.planned_score = self.scored
 
 
+def _end_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    stop_token_ids = frozenset(request.sampling.stop_token_ids or ())
+    return stop_token_ids if request.sampling.ignore_eos else stop_token_ids | eos_token_ids
+
+
 def _biases(request: Request, eos_token_ids: frozenset[int]) -> list[tuple[int, float, int]]:
     sampling = request.sampling
     biases = [(token, value, NO_LIMIT) for token, value in (sampling.logit_bias or {}).items()]
     if sampling.min_new_tokens:
-        ends = set(sampling.stop_token_ids or ())
-        if not sampling.ignore_eos:
-            ends |= eos_token_ids
         until = len(request.prompt_token_ids) + sampling.min_new_tokens
-        biases += [(token_id, -math.inf, until) for token_id in sorted(ends)]
+        biases += [
+            (token_id, -math.inf, until) for token_id in sorted(_end_ids(request, eos_token_ids))
+        ]
     return biases

@@ -59,7 +59,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     id_logprobs: tuple[tuple[float, ...], ...] = ()
 
 
-class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """News of one request: the tokens committed since its last event.
 
     Attributes:

@@ -18,6 +18,8 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2, "head_dim": 16}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
 QWEN3_MOE = QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 8,
@@ -52,9 +54,11 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10000.0),
         tie_word_embeddings=False,
-        attention_bias=False,
+        qkv_bias=False,
+        o_bias=False,
         mlp_bias=False,
         qk_norm=False,
+        sliding_window=None,
         max_position_embeddings=2048,
         dtype="float32",
         eos_token_ids=(2,),
@@ -82,6 +86,67 @@ def test_families_differ_in_their_defaults(tmp_path: Path) -> None:
         norm_topk_prob=False,
         layer_ids=(0, 1, 2, 3),
     )
+
+
+def test_mistral_and_qwen2_differ_in_biases_and_defaults(tmp_path: Path) -> None:
+    bare = {name: LLAMA[name] for name in LLAMA if name != "architectures"}
+    bare |= {"attention_bias": True, "mlp_bias": True}  # what these families do not know
+    mistral = read(
+        tmp_path, bare | {"architectures": ["MistralForCausalLM"], "num_attention_heads": 8}
+    )
+    assert (mistral.qkv_bias, mistral.o_bias, mistral.mlp_bias) == (False, False, False)
+    assert (mistral.num_kv_heads, mistral.head_dim, mistral.sliding_window) == (8, 8, 4096)
+    assert (mistral.bos_token_id, mistral.eos_token_ids) == (1, (2,))
+    assert mistral.max_position_embeddings == 131072
+    qwen2 = read(
+        tmp_path, bare | {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 32}
+    )
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias) == (True, False, False)
+    assert (qwen2.num_kv_heads, qwen2.head_dim, qwen2.sliding_window) == (32, 2, None)
+    assert (qwen2.bos_token_id, qwen2.eos_token_ids, qwen2.qk_norm) == (None, (), False)
+    assert qwen2.max_position_embeddings == 32768
+
+
+SLIDES = {"use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("raw", "window"),
+    [
+        (MISTRAL, 4096),
+        (MISTRAL | {"sliding_window": None}, None),
+        (MISTRAL | {"sliding_window": 8}, 8),
+        (QWEN2 | {"sliding_window": 8}, None),
+        (QWEN2 | SLIDES, None),  # the first 28 layers do not slide
+        (QWEN2 | SLIDES | {"max_window_layers": 4}, None),
+        (QWEN2 | SLIDES | {"max_window_layers": 3}, 8),
+        (QWEN2 | SLIDES | {"max_window_layers": 0, "sliding_window": None}, None),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}, 4096),
+        (QWEN2 | SLIDES | {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, 8),
+        (QWEN2 | SLIDES | {"layer_types": ["full_attention"] * 4, "max_window_layers": 0}, None),
+        (QWEN3 | SLIDES | {"max_window_layers": 3}, 8),
+        (QWEN3_MOE | SLIDES, 8),
+        (LLAMA | {"sliding_window": 8}, None),
+    ],
+)
+def test_window_of_the_layers_that_slide(
+    raw: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    assert read(tmp_path, raw).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["sliding_attention"]}, "^layer_types: has sliding_attention, but use_"),
+        ({"layer_types": ["linear_attention"]}, "^layer_types: linear_attention is not supported"),
+        (SLIDES | {"max_window_layers": "3"}, "^max_window_layers: must be a number of layers"),
+        (SLIDES | {"sliding_window": 0}, "^sliding_window: must be a positive integer"),
+    ],
+)
+def test_what_is_refused_of_windows(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, QWEN2 | fields)
 
 
 def test_null_counts_as_absent(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""What every benchmark line says about the run: machine, rates, versions, commit, command."""
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def describe_run(argv: Sequence[str], *packages: str) -> dict[str, object]:
+    """Return the fields that describe this run; ``packages`` adds versions of peers."""
+    return {
+        "best_peer": None,
+        "device": cpu_name(),
+        "rates": rates(),
+        "versions": {name: _version(name) for name in ("dovetail", "torch", "numpy", *packages)}
+        | {"python": platform.python_version()},
+        "commit": commit(),
+        "command": "python " + " ".join(argv),
+    }
+
+
+def cpu_name() -> str:
+    """Return the CPU's name and core count."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def rates() -> dict[str, float]:
+    """Return this machine's copy and matrix-product rates, one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    source, target = torch.ones(2**24), torch.empty(2**24)
+    square = torch.ones(768, 768)
+    copy = min(_seconds(lambda: target.copy_(source)) for _ in range(5))
+    product = min(_seconds(lambda: square @ square) for _ in range(5))
+    torch.set_num_threads(threads)
+    return {
+        "copy_GB_per_s": round(2 * 4 * 2**24 / copy / 1e9, 2),
+        "gemm_GFLOP_per_s": round(2 * 768**3 / product / 1e9, 1),
+    }
+
+
+def commit() -> str | None:
+    """Return the commit this was measured at."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    return done.stdout.strip() or None
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,78 @@
+"""``dovetail doctor``: what it finds has a fix, and its exit code says whether the engine runs."""
+
+import json
+
+import pytest
+
+from dovetail.cli import doctor, main
+from dovetail.cli.doctor import Finding
+
+Capture = pytest.CaptureFixture[str]
+
+
+def broken() -> tuple[int, ...]:
+    raise OSError("no such file")
+
+
+def test_all_is_well_here(capsys: Capture) -> None:
+    assert main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["can_run"] is True
+    findings = {item["what"]: item for item in said["findings"]}
+    assert findings["embedded model"]["verdict"] == "ok"
+    assert {"python", "torch", "cpu", "OpenMP", "gpu", "pinned memory"} < set(findings)
+    assert set(doctor.OPTIONAL) < set(findings)
+    for item in said["findings"]:
+        assert item["verdict"] == "ok" or item["fix"]
+
+
+def test_other_tokens_are_a_problem_and_exit_code_1(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "GOLDEN_TOKEN_IDS", (1, 2))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "problem" in said and "generates [43, 555], not [1, 2]" in said
+    assert "cannot run here" in said
+
+
+def test_a_model_that_does_not_load_is_a_problem() -> None:
+    finding = doctor._embedded_model(broken)
+    assert finding.verdict == "problem" and finding.blocks and "no such file" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "policy", "verdict"),
+    [
+        (1, None, "ok"),
+        (2, "passive", "ok"),
+        (2, None, "missing"),
+        (2, "ACTIVE", "missing"),
+        (3, "PASSIVE", "problem"),
+    ],
+)
+def test_threads_that_spin_are_noticed(
+    num_threads: int, policy: str | None, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "num_usable_cores", lambda: 2)
+    finding = doctor._openmp(num_threads, policy)
+    assert finding.verdict == verdict and not finding.blocks
+    assert ("OMP_" in finding.fix) == (verdict != "ok")
+
+
+def test_a_gpu_is_said_to_be_of_no_use_yet() -> None:
+    finding = doctor._gpu(True)
+    assert finding.verdict == "missing" and not finding.blocks
+    assert "does not support GPUs yet" in finding.detail
+    assert doctor._gpu(False).verdict == "ok"
+
+
+def test_a_missing_package_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert doctor._optional("huggingface_hub") == Finding(
+        what="huggingface_hub",
+        verdict="missing",
+        detail="is for models by their name on the Hugging Face hub",
+        fix="pip install 'dovetail[hub]'",
+    )

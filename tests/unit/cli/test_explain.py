@@ -1,0 +1,77 @@
+"""``dovetail config explain`` shows what an engine would run with, and counts right."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from dovetail.cli import main
+from dovetail.cli.explain import decisions, model_facts
+from dovetail.config.resolve import options_from, resolve
+from dovetail.config.schema import EngineConfig
+from dovetail.exec.device import CpuDevice
+from dovetail.exec.kv import KVStore
+
+Capture = pytest.CaptureFixture[str]
+
+
+def explain(capsys: Capture, *words: str) -> str:
+    assert main(["config", "explain", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_json_has_every_value_with_its_reason(capsys: Capture) -> None:
+    said = json.loads(explain(capsys, "--json", "--context-len", "64", "--policy", "priority"))
+    config = resolve(options_from({"context_len": 64, "policy": "priority"}))
+    assert said["config"] == decisions(config)
+    assert set(said["config"]) == set(EngineConfig.__struct_fields__) - {"model", "reasons"}
+    assert said["config"]["context_len"] == {"value": 64, "reason": "given"}
+    assert said["config"]["policy"] == {"value": "priority", "reason": "given"}
+    assert said["model"] == model_facts(config)
+
+
+def test_the_table_has_them_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    said = explain(capsys, "--dtype", "bfloat16")
+    for words in ("dtype", "bfloat16", "given", "default: overlap", "kv_pool_tokens", "4,976,448"):
+        assert words in said
+
+
+@pytest.mark.parametrize("name", ["tiny_moe", "llama", "qwen3"])
+def test_parameters_are_those_of_the_files(name: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(f"{name}_folder")
+    config = resolve(options_from({"model": str(folder), "kv_memory": "4MiB", "context_len": 64}))
+    facts = model_facts(config)
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        sizes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    total = active = 0
+    for key, shape in sizes.items():
+        size = 1
+        for length in shape:
+            size *= length
+        total += size
+        if ".experts." in key and config.model.moe is not None:
+            moe = config.model.moe
+            size = size * moe.num_experts_per_tok // moe.num_experts
+        active += size
+    assert facts["num_params"] == total
+    assert facts["num_params_per_token"] == active
+    assert facts["weight_bytes"] == 4 * total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_pool_has_the_bytes_that_are_allocated(dtype: str, tiny_moe_folder: Path) -> None:
+    config = resolve(options_from({"num_pages": 9, "context_len": 100, "dtype": dtype}))
+    facts = model_facts(config)
+    store = KVStore(config, CpuDevice())
+    tensors = (store.k_LCKD, store.v_LCKD, *store.sidecars.values())
+    assert facts["kv_pool_bytes"] == sum(tensor.nbytes for tensor in tensors)
+    assert facts["kv_pool_tokens"] == 9 * 16
+    assert facts["kv_token_bytes"] * facts["kv_pool_tokens"] == facts["kv_pool_bytes"]
+    assert facts["kv_pool_contexts"] == 1.44
+
+
+def test_a_wrong_option_is_an_error(capsys: Capture) -> None:
+    assert main(["config", "explain", "--context-len", "1"]) == 2
+    assert "context_len: is 1; the legal range" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""How many run at once is decided by what outputs turn out to need, not by what is asked for."""
+
+import pytest
+
+from dovetail.sched.admission import LengthEstimate
+from tests.support.scripted import EOS_ID, Tokens
+from tests.support.scripted_engine import no_end, scripted_engine
+from tests.support.stepper import Stepper
+
+NUM_REQUESTS, PROMPT_LEN = 60, 8
+
+
+def ends_soon(token_ids: Tokens) -> int:
+    """Ends after five tokens, however many were asked for."""
+    return EOS_ID if len(token_ids) == PROMPT_LEN + 4 else no_end(token_ids)
+
+
+def run(script, *, max_new_tokens: int, num_pages: int) -> tuple[Stepper, int]:
+    """Return the engine and the most sequences that ran at once."""
+    engine = scripted_engine(
+        script=script,
+        context_len=160,
+        page_size=4,
+        num_pages=num_pages,
+        chunk_size=64,
+        max_running=32,
+        depth=1,
+    )
+    for i in range(NUM_REQUESTS):
+        engine.add([3 + i % 29, *[3 + i // 29] * (PROMPT_LEN - 1)], max_new_tokens=max_new_tokens)
+    most = 0
+
+    def note(_: int) -> None:
+        nonlocal most
+        most = max(most, engine.scheduler.num_running)
+
+    engine.on_step = note
+    engine.run()
+    return engine, most
+
+
+def num_retractions(engine: Stepper) -> int:
+    return sum(output.usage.num_retractions for output in engine.all_outputs)
+
+
+def fix_share(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    monkeypatch.setattr(LengthEstimate, "share", property(lambda self: share, lambda self, _: None))
+
+
+def test_many_run_although_each_asks_for_the_whole_pool(monkeypatch):
+    """Four pages each are used; 38 could be, by what was asked for."""
+    engine, most = run(ends_soon, max_new_tokens=150, num_pages=80)
+    assert most >= 10
+    assert num_retractions(engine) <= NUM_REQUESTS // 10
+    fix_share(monkeypatch, 1.0)
+    reserved, most_reserved = run(ends_soon, max_new_tokens=150, num_pages=80)
+    assert most_reserved <= 2
+    assert engine.num_steps < 0.5 * reserved.num_steps
+
+
+@pytest.mark.parametrize("num_pages", [80, 130])
+def test_full_lengths_in_a_small_pool_cost_few_retractions(monkeypatch, num_pages):
+    engine, _ = run(no_end, max_new_tokens=100, num_pages=num_pages)
+    learnt, learnt_steps = num_retractions(engine), engine.num_steps
+    assert learnt <= NUM_REQUESTS // 4
+    forwarded = engine.num_forwarded
+    fix_share(monkeypatch, 0.0)
+    greedy, _ = run(no_end, max_new_tokens=100, num_pages=num_pages)
+    assert num_retractions(greedy) >= 4 * max(learnt, 1)
+    assert forwarded < greedy.num_forwarded
+    assert learnt_steps < 1.3 * greedy.num_steps
+
+
+def test_one_that_needs_the_whole_pool_starts_alone():
+    engine, most = run(no_end, max_new_tokens=152, num_pages=40)
+    assert most >= 1
+    assert all(output.finish.type == "length" for output in engine.all_outputs)
+
+
+def test_the_estimate_moves_to_what_is_used_and_up_at_a_retraction():
+    class Ended:
+        def __init__(self, used: int, asked: int) -> None:
+            self.record = [None] * used
+            self.request = type("Request", (), {"max_new_tokens": asked})
+
+    estimate = LengthEstimate()
+    for _ in range(200):
+        estimate.observe(Ended(10, 100))
+    assert estimate.share == pytest.approx(0.1, abs=0.01)
+    for _ in range(3):
+        estimate.observe_retraction()
+    assert estimate.share == pytest.approx(0.4, abs=0.01)
+    for _ in range(100):
+        estimate.observe_retraction()
+    assert estimate.share == 1.0
+    estimate.observe(Ended(0, 0))  # asked for nothing, used nothing
+    assert 0 <= estimate.share <= 1
