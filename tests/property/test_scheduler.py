@@ -6,6 +6,7 @@ an in-order device would not show. At the end the scheduler is broken on purpose
 each must be noticed.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from dovetail.cache.ledger import KVLedger
+from dovetail.errors import InvariantError
 from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.pending import PendingStep
 from dovetail.sched.builder import PlanBuilder
@@ -23,7 +25,7 @@ from dovetail.sched.plan import FROM_DEVICE, RowStatus, StepPlan
 from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence, SequenceState, TokenRecord
 from dovetail.sched.slots import SlotTable
-from tests.support.scripted import EOS_ID, VOCAB_SIZE, PagedFake, next_token, plain_config
+from tests.support.scripted import EOS_ID, VOCAB_SIZE, PagedFake, Tokens, next_token, plain_config
 from tests.support.stepper import Output, Stepper
 
 CONTEXT_LEN = 40
@@ -54,7 +56,7 @@ class Workload:
     retract_at: frozenset[int] = frozenset()
     num_failing: int = 0
 
-    def status(self, token_ids: list[int]) -> RowStatus:
+    def status(self, token_ids: Tokens) -> RowStatus:
         """Some draws fail: how, depends on the tokens before alone."""
         failing = hash((7, *token_ids)) % 64 < self.num_failing
         return RowStatus.NON_FINITE if failing else RowStatus.OK
@@ -65,17 +67,18 @@ def jobs(draw: st.DrawFn) -> Job:
     # Prompts share beginnings, so that prefixes meet.
     prompt = [1] * draw(st.integers(0, 20)) + draw(st.lists(st.integers(3, 5), max_size=6))
     prompt = prompt or [draw(st.integers(0, VOCAB_SIZE - 1))]
+    room = CONTEXT_LEN - len(prompt)
     sampling = {
-        "max_new_tokens": draw(st.integers(0, CONTEXT_LEN - len(prompt))),
-        "ignore_eos": draw(st.booleans()),
-        "stop_token_ids": draw(st.sampled_from([None, (6,), (7, 8)])),
-        "stop": draw(st.sampled_from([None, None, *STOPS, STOPS[:3]])),
+        "max_new_tokens": draw(st.just(room) | st.integers(0, room)),
+        "ignore_eos": draw(st.sampled_from([True, True, False])),
+        "stop_token_ids": draw(st.sampled_from([None, None, (6,), (7, 8)])),
+        "stop": draw(st.sampled_from([None] * 6 + [*STOPS, STOPS[:3]])),
     }
     return Job(
         prompt=tuple(prompt),
         sampling=sampling,
         arrives_at=draw(st.integers(0, 12)),
-        aborted_after=draw(st.none() | st.integers(0, 25)),
+        aborted_after=draw(st.none() | st.none() | st.integers(0, 25)),
         captures=draw(st.booleans()),
     )
 
@@ -96,8 +99,8 @@ def workloads(draw: st.DrawFn) -> Workload:
     return Workload(
         config=config,
         jobs=tuple(draw(st.lists(jobs(), min_size=1, max_size=8))),
-        retract_at=frozenset(draw(st.lists(st.integers(1, 60), max_size=4))),
-        num_failing=draw(st.sampled_from([0, 0, 3])),
+        retract_at=frozenset(draw(st.just([]) | st.lists(st.integers(1, 60), max_size=4))),
+        num_failing=draw(st.sampled_from([0, 0, 2])),
     )
 
 
@@ -113,7 +116,7 @@ class Answer:
     matched: int | str | None = None
 
 
-def answer_of(job: Job, status: Callable[[list[int]], RowStatus]) -> Answer:
+def answer_of(job: Job, status: Callable[[Tokens], RowStatus]) -> Answer:
     """Apply the documented rules, token by token, without any schedule."""
     answer, text = Answer(), b""
     stops = job.sampling["stop"] or ()
@@ -182,16 +185,20 @@ class Referee:
         self._records: dict[int, tuple[Sequence, TokenRecord, list[int]]] = {}
 
     def plan(self) -> StepPlan | None:
-        """Let the scheduler plan, and see that somebody gets on."""
-        plan = self._plan()
+        """Let the scheduler plan; see that somebody gets on, and nobody goes too far."""
         scheduler = self.stepper.scheduler
+        was_oldest = scheduler._running.oldest
+        plan = self._plan()
         assert plan is not None or self.stepper.loop.inflight or not scheduler.num_open, "stalled"
-        oldest = scheduler._running.oldest
-        pages_are_coming = bool(scheduler._leaving)
+        assert was_oldest is None or was_oldest in scheduler._running, "the oldest was retracted"
+        oldest, pages_are_coming = scheduler._running.oldest, bool(scheduler._leaving)
         if oldest is not None and not pages_are_coming:
             is_planned = plan is not None and oldest.slot in plan.rows.slot
             could_be = oldest.may_sample or oldest.is_prefilling
             assert is_planned or not could_be, "the oldest sits idle"
+        for sequence in scheduler._running:
+            num_sampled = len(sequence.record) + sequence.pending_samples
+            assert num_sampled <= sequence.request.max_new_tokens, "a surplus draw is planned"
         return plan
 
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -264,6 +271,9 @@ def run_workload(workload: Workload) -> Referee:
         for job, request_id in started:
             if job.aborted_after is not None and turn == job.arrives_at + job.aborted_after:
                 stepper.abort(request_id)
+        for request_id, sequence in stepper.scheduler._sequences.items():
+            if sequence.state is SequenceState.FINISHING:
+                stepper.abort(request_id)  # comes too late, always
         if stepper.is_busy:  # an idle loop would wait for a message
             if turn in workload.retract_at:
                 stepper.scheduler.retract_youngest()
@@ -280,7 +290,7 @@ def run_workload(workload: Workload) -> Referee:
     return referee
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_every_schedule_gives_the_answers_of_the_script(workload):
     run_workload(workload)
@@ -288,33 +298,26 @@ def test_every_schedule_gives_the_answers_of_the_script(workload):
 
 def test_the_workloads_reach_the_hard_cases():
     """What the property is about does happen: retraction, hits, evictions, all finishes."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
 
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=80, deadline=None, derandomize=True, database=None)
     @given(workloads())
     def survey(workload):
         referee = run_workload(workload)
-        outputs = referee.stepper.outputs.values()
         stats = referee.stepper.ledger.stats()
-        for output in outputs:
-            seen[output.finish.type] = seen.get(output.finish.type, 0) + 1
-        counts = {
-            "retracted": sum(output.usage.num_retractions for output in outputs),
-            "retracted for want of pages": sum(
-                output.usage.num_retractions for output in outputs if not workload.retract_at
-            ),
-            "aborted with tokens": sum(
-                output.finish.type == "abort" and len(output.token_ids) > 0 for output in outputs
-            ),
-            "stop string": sum(isinstance(output.finish.matched, str) for output in outputs),
-            "hit": stats.hit_tokens,
-            "evictions": stats.evictions,
-        }
-        for name, count in counts.items():
-            seen[name] = seen.get(name, 0) + count
+        counts = Counter(hits=stats.hit_tokens, evictions=stats.evictions)
+        for output in referee.stepper.outputs.values():
+            assert output.finish is not None and output.usage is not None
+            counts[output.finish.type] += 1
+            counts["stop string"] += isinstance(output.finish.matched, str)
+            counts["aborted with tokens"] += output.finish.type == "abort" and output.num_events > 1
+            counts["retracted"] += output.usage.num_retractions
+            if not workload.retract_at:
+                counts["retracted for want of pages"] += output.usage.num_retractions
+        seen.update(counts)
 
     survey()
-    assert min(seen.values()) >= 5 and len(seen) == 10, seen
+    assert min(seen.values()) >= 3 and len(seen) == 10, seen
 
 
 # -- the scheduler, broken on purpose -------------------------------------------------------
@@ -367,12 +370,13 @@ def retract_the_oldest(original):
     return retract
 
 
-def keep_pages_at_retraction(original):
-    def forget_memory(self):
-        original(self)
-        self.planned_len = self.computed_len = 1
+def recompute_the_prompt_alone(original):
+    def open_sequence(self, sequence, builder):
+        has_opened = original(self, sequence, builder)
+        sequence.prefill_len = min(sequence.prefill_len, sequence.prompt_len)
+        return has_opened
 
-    return forget_memory
+    return open_sequence
 
 
 def forget_the_record_at_retraction(original):
@@ -466,7 +470,7 @@ MUTANTS = {
     "retract without requeue": wrap(Scheduler, "_requeue", requeue_nowhere),
     "admit beyond the slots": wrap(SlotTable, "num_free", lambda _: property(lambda self: 1)),
     "retract the oldest": wrap(Scheduler, "retract_youngest", retract_the_oldest),
-    "retraction keeps its place": wrap(Sequence, "forget_memory", keep_pages_at_retraction),
+    "output is not recomputed": wrap(Scheduler, "_open", recompute_the_prompt_alone),
     "retraction restarts": wrap(Sequence, "forget_memory", forget_the_record_at_retraction),
     "retraction leaks": wrap(Scheduler, "_requeue", leak_at_retraction),
     "new pages are not told": wrap(PlanBuilder, "add_pages", tell_only_the_first_pages),
@@ -487,13 +491,14 @@ def test_a_broken_scheduler_is_noticed(mutant, monkeypatch):
         derandomize=True,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        report_multiple_bugs=False,
     )
     @given(workloads())
     def hunt(workload):
         run_workload(workload)
 
     mutant(monkeypatch)
-    with pytest.raises(Exception) as caught:
+    # A page that the device was not told is a KeyError there; too many tenants, an IndexError.
+    with pytest.raises((AssertionError, InvariantError, KeyError, IndexError)):
         hunt()
-    print(type(caught.value).__name__, str(caught.value)[:200])

@@ -17,7 +17,13 @@ from dovetail.core.mailbox import Inbox, Outbox
 from dovetail.exec.pending import StepExecutor
 from dovetail.sched.scheduler import Scheduler
 from dovetail.wire.control import Abort, Admit
-from dovetail.wire.request import Limits, Request, SamplingParams, validated_prompt, validated_sampling
+from dovetail.wire.request import (
+    Limits,
+    Request,
+    SamplingParams,
+    validated_prompt,
+    validated_sampling,
+)
 from dovetail.wire.result import FinishReason, TokenEvent, Usage
 
 MAX_STEPS = 4_000

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
         raise RequestError("--output", "goes with --prompts")
     if args.prompt is None and not args.chat:
         raise RequestError("PROMPT", "is missing; give a text, --chat or --prompts FILE.jsonl")
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    text = _standard_input() if args.prompt == "-" else args.prompt
     with _engine(args) as engine:
         if text is None:
             return _talk(engine, params)
@@ -89,8 +90,19 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_bodies(path: Path, defaults: SamplingParams) -> list[GenerateBody]:
-    """Return the requests of a JSONL file; what a line leaves open comes from ``defaults``.
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "standard input", f"is not valid {error.encoding}: {error.reason}"
+        ) from None
+
+
+def read_bodies(path: Path, defaults: SamplingParams) -> dict[int, GenerateBody]:
+    """Return the requests of a JSONL file by line number, which counts from 1.
+
+    What a line leaves open comes from ``defaults``.
 
     Raises:
         RequestError: names the line and the field.
@@ -99,21 +111,21 @@ def read_bodies(path: Path, defaults: SamplingParams) -> list[GenerateBody]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise RequestError("--prompts", f"cannot read {path}: {error.strerror}") from None
-    bodies: list[GenerateBody] = []
+    bodies: dict[int, GenerateBody] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             raw = msgspec.json.decode(line)
             if isinstance(raw, dict):
-                given = raw.get("sampling_params") or {}
-                if isinstance(given, dict):
-                    raw["sampling_params"] = _set_fields(defaults) | given
+                given = raw.get("sampling_params")
+                if given is None or isinstance(given, dict):
+                    raw["sampling_params"] = _set_fields(defaults) | (given or {})
             body = msgspec.convert(raw, GenerateBody)
             prompt_of(body)
-        except (msgspec.DecodeError, msgspec.ValidationError, RequestError) as error:
+        except (msgspec.DecodeError, RecursionError, RequestError) as error:
             raise RequestError(f"{path} line {number}", str(error)) from None
-        bodies.append(body)
+        bodies[number] = body
     if not bodies:
         raise RequestError("--prompts", f"{path} holds no request")
     return bodies
@@ -124,7 +136,8 @@ def _set_fields(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
-def _run_file(engine: Engine, bodies: list[GenerateBody], args: argparse.Namespace) -> int:
+def _run_file(engine: Engine, by_line: dict[int, GenerateBody], args: argparse.Namespace) -> int:
+    bodies = list(by_line.values())
     labels = [body.rid if body.rid is not None else str(i) for i, body in enumerate(bodies)]
     with (
         _open_output(args.output) as file,
@@ -142,12 +155,23 @@ def _run_file(engine: Engine, bodies: list[GenerateBody], args: argparse.Namespa
                 _print_json(waiting.pop(next_index), label=labels[next_index], file=file)
                 next_index += 1
 
-        engine.generate(
-            [prompt_of(body) for body in bodies],
-            [body.sampling_params for body in bodies],
-            on_finish=on_finish,
-        )
+        try:
+            engine.generate(
+                [prompt_of(body) for body in bodies],
+                [body.sampling_params for body in bodies],
+                on_finish=on_finish,
+            )
+        except RequestError as error:
+            raise _with_line(error, args.prompts, list(by_line)) from None
     return 0
+
+
+def _with_line(error: RequestError, path: str, numbers: list[int]) -> RequestError:
+    """Say in which line of the file the prompt is that ``Engine.generate`` refused."""
+    match = re.match(r"prompts\[(\d+)\]\.", str(error))
+    if match is None:  # a single prompt
+        return RequestError(f"{path} line {numbers[0]}", str(error))
+    return RequestError(f"{path} line {numbers[int(match[1])]}", str(error)[match.end() :])
 
 
 def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> str:

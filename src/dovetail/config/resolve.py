@@ -16,7 +16,8 @@ from dovetail.errors import ConfigError
 EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny-moe"
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 _UNITS = {
-    **{"": 1, "B": 1},
+    "": 1,
+    "B": 1,
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
 }
@@ -28,7 +29,7 @@ def parse_bytes(field: str, value: int | str) -> int:
     Raises:
         ConfigError: not a positive size; the message shows the accepted forms.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if match is None or match[2] not in _UNITS:
         raise ConfigError(field, f"{value!r} is not a size; write bytes, 512MiB or 2GB")
     size = int(float(match[1]) * _UNITS[match[2]])
@@ -52,8 +53,10 @@ def resolve(options: EngineOptions) -> EngineConfig:
     """
     _check_ranges(options)
     reasons: dict[str, str] = {}
-    folder = Path(options.model).expanduser() if options.model else EMBEDDED_MODEL
-    reasons["model_folder"] = "given" if options.model else "default: the embedded tiny MoE"
+    if options.model is None:
+        folder, reasons["model_folder"] = EMBEDDED_MODEL, "default: the embedded tiny MoE"
+    else:
+        folder, reasons["model_folder"] = Path(options.model).expanduser(), "given"
     model = ModelConfig.from_folder(folder)
     dtype = _decide_dtype(options, model, reasons)
     context_len = _decide_context_len(options, model, reasons)

@@ -5,8 +5,10 @@ part decides.
 """
 
 import asyncio
+import operator
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -112,6 +114,8 @@ class Engine:
         )
         self._thread = threading.Thread(target=self._run, name="dovetail-loop", daemon=True)
         self._thread.start()
+        # Also when Python exits: a thread that is ended within torch takes the process down.
+        weakref.finalize(self, _end_loop, self._inbox, self._thread)
 
     # -- whole answers -------------------------------------------------------------------
 
@@ -185,13 +189,17 @@ class Engine:
         request = self._requests.make(prompt, sampling_params, capture=capture)
         news: queue.SimpleQueue[TokenEvent | EngineError] = queue.SimpleQueue()
         self._start(request, news.put)
-        return self._read_stream(request, news)
+        events = self._read_stream(request, news)
+        next(events)  # enter its try block: one that never ran does not notice that it is dropped
+        return events
 
     def _read_stream(
         self, request: Request, news: "queue.SimpleQueue[TokenEvent | EngineError]"
     ) -> Iterator[StreamEvent]:
         decoder, is_done = self._decoder(request), False
+        no_news = TokenEvent(request_id=request.request_id, token_ids=(), logprobs=(), epochs=())
         try:
+            yield decoder.decode(no_news)  # to ``stream``
             while not is_done:
                 event = _checked(news.get())
                 is_done = event.finish is not None
@@ -215,8 +223,10 @@ class Engine:
         news: asyncio.Queue[TokenEvent | EngineError] = asyncio.Queue()
 
         def deliver(event: TokenEvent | EngineError) -> None:
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(news.put_nowait, event)
+            except RuntimeError:  # the client's event loop is closed: nobody listens any more
+                self._abandon([request])
 
         self._start(request, deliver)
         decoder, is_done = self._decoder(request), False
@@ -232,8 +242,11 @@ class Engine:
     # -- control -------------------------------------------------------------------------
 
     def abort(self, request_id: int) -> None:
-        """End a request early; it gets its last event with reason ``abort``."""
-        self._inbox.put(Abort(request_id))
+        """End a request early; it gets its last event with reason ``abort``.
+
+        An id that is unknown or has ended is no error.
+        """
+        self._inbox.put(Abort(operator.index(request_id)))  # a wrong type fails here, not there
 
     def stats(self) -> EngineStats:
         """Return counts of this moment; exact when the engine is idle."""
@@ -249,8 +262,7 @@ class Engine:
 
     def close(self) -> None:
         """Abort what is open, end the loop and its thread. May be called twice."""
-        self._inbox.put(Close())
-        self._thread.join()
+        _end_loop(self._inbox, self._thread)
 
     def __enter__(self) -> "Engine":
         return self
@@ -274,6 +286,12 @@ class Engine:
     def _run(self) -> None:
         torch.set_num_threads(self.config.num_threads)
         self._loop.run()
+
+
+def _end_loop(inbox: Inbox, thread: threading.Thread) -> None:
+    inbox.put(Close())
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def _checked(event: TokenEvent | EngineError) -> TokenEvent:

@@ -31,7 +31,7 @@ from dovetail.exec.readback import (
 )
 from dovetail.exec.ring import BlockRing, TransferBlock
 from dovetail.exec.state import DeviceState
-from dovetail.models.base import CausalLM
+from dovetail.models.causal_lm import CausalLM
 from dovetail.sched.plan import StepPlan, StepResult
 
 

@@ -272,13 +272,14 @@ class Scheduler:
             sequence.num_inflight -= 1
             sequence.pending_samples -= samples
             if sequence.finish is None:
-                self._commit_row(sequence, width)
-                if status != RowStatus.OK:
+                sequence.computed_len += width
+                if status != RowStatus.OK:  # and nobody else may read its pages
                     message = _STATUS_MESSAGES[RowStatus(status)]
                     events += self._decide_finish(
                         sequence, FinishReason(type="error", message=message)
                     )
                     continue
+                self._publish(sequence)
                 if samples:
                     sequence.append(token_id, logprob, plan.epoch)
                     reason = finish_after(sequence, token_id, self._eos_token_ids)
@@ -295,8 +296,7 @@ class Scheduler:
             events += self._settle(sequence)
         return events
 
-    def _commit_row(self, sequence: Sequence, width: int) -> None:
-        sequence.computed_len += width
+    def _publish(self, sequence: Sequence) -> None:
         if self._config.prefix_cache:
             assert sequence.holding is not None
             self._ledger.publish(sequence.holding, sequence.known_ids, sequence.computed_len)

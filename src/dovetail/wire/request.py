@@ -7,6 +7,7 @@ Field names follow SGLang's native ``/generate`` dialect.
 """
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
@@ -136,9 +137,14 @@ def validated_prompt(prompt_token_ids: Iterable[SupportsIndex], limits: Limits) 
         raise RequestError(field, "must be a list of token ids")
     ids: list[int] = []
     for index, value in enumerate(prompt_token_ids):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise RequestError(field, f"item {index} is {value!r}, not an integer token id")
-        token_id = value.__index__()
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            token_id = operator.index(value)  # of any integer type
+        except TypeError:
+            raise RequestError(
+                field, f"item {index} is {value!r}, not an integer token id"
+            ) from None
         if not 0 <= token_id < limits.vocab_size:
             raise RequestError(
                 field, f"item {index} is {token_id}; legal ids are 0 to {limits.vocab_size - 1}"
@@ -164,9 +170,11 @@ def validated_sampling(
         RequestError: a value is of the wrong type, not finite or out of range;
             the message names the field and the legal range.
     """
+    if type(sampling) is not SamplingParams:
+        raise RequestError("sampling_params", "must be a dovetail.SamplingParams")
     try:
         # msgspec checks types only when it decodes, so what Python code built is decoded once.
-        sampling = msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
+        sampling = msgspec.convert(msgspec.structs.asdict(sampling), SamplingParams)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise RequestError("sampling_params", str(error)) from None
     _check_number("temperature", sampling.temperature, low=0.0, high=MAX_TEMPERATURE)
