@@ -57,21 +57,23 @@ def check_alive(engine: Engine) -> None:
     assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
 
 
-def in_time(call: Callable[[], object]) -> object:
-    """Call in a thread, so that a hang is a failure."""
-    outcome: list[object] = []
+def in_time(*calls: Callable[[], object]) -> list[object]:
+    """Call all at once, each in a thread, and return results or errors; a hang is a failure."""
+    outcomes: list[object] = [None] * len(calls)
 
-    def run() -> None:
+    def run(index: int) -> None:
         try:
-            outcome.append(call())
+            outcomes[index] = calls[index]()
         except BaseException as error:
-            outcome.append(error)
+            outcomes[index] = error
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(WAIT_SECONDS)
-    assert outcome, "hangs"
-    return outcome[0]
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive(), "hangs"
+    return outcomes
 
 
 def ids(generations: list[Generation]) -> list[tuple[int, ...]]:
@@ -445,32 +447,25 @@ def test_close_answers_who_waits(fx_count_folder):
 @pytest.mark.parametrize("lanes", ["inline", "threaded"])
 def test_a_failing_loop_leaves_nobody_waiting(fx_count_folder, lanes, monkeypatch):
     engine = Engine(fx_count_folder, max_running=2, lanes=lanes)
-    executor, num_steps = engine._loop.executor, 0
-    submit = executor.submit
-    all_sent = threading.Event()
+    submit, num_steps = engine._loop.executor.submit, 0
 
     def fail_in_step_5(plan):
         nonlocal num_steps
         num_steps += 1
         if num_steps == 5:
-            all_sent.wait(WAIT_SECONDS)
             raise ZeroDivisionError("injected")
         return submit(plan)
 
-    monkeypatch.setattr(executor, "submit", fail_in_step_5)
-    # Two run, the others wait; one is a stream, one a coroutine.
-    stream = engine.stream([1], ENDLESS)
-    asks = [
+    monkeypatch.setattr(engine._loop.executor, "submit", fail_in_step_5)
+    stream = engine.stream([1], ENDLESS)  # two run at once, the others wait or come too late
+    errors = in_time(
         lambda: engine.generate([[2], [3]], ENDLESS),
         lambda: asyncio.run(engine.agenerate([4], ENDLESS)),
         lambda: list(stream),
-    ]
-    with ThreadPoolExecutor(len(asks)) as pool:
-        jobs = [pool.submit(ask) for ask in asks]
-        all_sent.set()
-        for job in jobs:
-            error = job.exception(WAIT_SECONDS)
-            assert isinstance(error, EngineClosed) and "injected" in str(error)
+        lambda: engine.generate([5], ENDLESS),
+    )
+    for error in errors:
+        assert isinstance(error, EngineClosed) and "injected" in str(error)
     with pytest.raises(EngineClosed, match="injected"):
         engine.generate([1], GREEDY)
     in_time(engine.close)
@@ -479,7 +474,7 @@ def test_a_failing_loop_leaves_nobody_waiting(fx_count_folder, lanes, monkeypatc
 def test_a_failure_on_a_lane_is_a_device_error(fx_count_folder, monkeypatch):
     engine = Engine(fx_count_folder, lanes="threaded")
     monkeypatch.setattr(engine._loop.executor._model, "hidden", lambda context: 1 / 0)
-    error = in_time(lambda: engine.generate([1], GREEDY))
+    (error,) = in_time(lambda: engine.generate([1], GREEDY))
     assert isinstance(error, EngineClosed) and "DeviceError" in str(error)
     in_time(engine.close)
 

@@ -131,7 +131,8 @@ class RequestMaker:
             if not token_ids:
                 raise RequestError("text", "the prompt is empty; give at least one character")
             return token_ids
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        # Not any sequence: what is no prompt at all comes here too, and is validated later.
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
             return self._encode_chat(prompt)  # type: ignore[arg-type]
         return prompt  # type: ignore[return-value]
 

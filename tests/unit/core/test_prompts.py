@@ -53,6 +53,14 @@ def test_one_or_many(maker, prompts, expected):
     assert ids_of(maker, prompts) == expected
 
 
+@pytest.mark.parametrize("prompt", [{"role": "user"}, 5, None, b"ab", np.array([[1, 2]])])
+def test_a_single_prompt_is_checked_as_well(maker, prompt):
+    """``stream`` takes one prompt, of whatever type."""
+    with pytest.raises(RequestError, match="input_ids"):
+        maker.make(prompt, None)
+    assert maker.make(np.array([1, 2]), None).prompt_token_ids == (1, 2)
+
+
 def test_a_chat_is_rendered_and_one_chat_is_one_prompt(maker):
     (alone,) = ids_of(maker, CHAT)
     text = b"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"

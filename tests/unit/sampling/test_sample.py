@@ -88,16 +88,24 @@ def test_every_row_gets_the_oracle_s_token(batch):
             assert logprobs[r] == pytest.approx(want.logprob, rel=1e-5, abs=max(1e-5, tie))
 
 
-def test_ties_at_a_border_go_to_the_lower_id():
+@pytest.mark.parametrize(
+    ("rules", "size"),
+    [
+        ({"top_k": 3}, 3),
+        ({"top_p": 0.3}, 3),
+        ({"top_p": 0.5}, 4),  # half lies before the fifth: not less than half
+        ({"top_k": 4, "top_p": 0.7}, 3),
+        ({"min_p": 1.0}, 8),  # none is less likely than the likeliest
+        ({"temperature": 0.0}, 1),
+    ],
+)
+def test_of_equals_the_lower_ids_are_kept(rules, size):
     """Equal logits are exactly equal, so the border is no matter of rounding."""
-    equal = np.zeros((1, 8), dtype=np.float32)
-    for position in range(200):
-        for rule in ({"top_k": 3}, {"top_p": 0.3}, {"top_k": 4, "top_p": 0.7}):
-            row = Row(position=position, **rule)
-            ids, _, _ = sample(equal, [row])
-            assert ids[0] == draw(equal[0], **asdict(row)).token_id < 3
-    ids, _, _ = sample(equal, [Row(temperature=0)])
-    assert ids[0] == 0
+    equal, num_draws = np.zeros(8, dtype=np.float32), 100
+    params = [Row(position=position, **rules) for position in range(num_draws)]
+    ids, _, _ = sample(np.tile(equal, (num_draws, 1)), params)
+    assert ids.tolist() == [draw(equal, **asdict(row)).token_id for row in params]
+    assert set(ids.tolist()) == set(range(size))
 
 
 @settings(max_examples=60, deadline=None)
