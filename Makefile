@@ -9,12 +9,13 @@ BIN := .venv/bin
 # Waiting OpenMP threads must not spin: tests and demo share few cores.
 CALM := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 
-.PHONY: help env demo test check clean
+.PHONY: help env demo test explore check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo     generate text with the embedded model, and show what the engine did'
 	@echo 'make test     run the tests            (ARGS="-k radix" is handed to pytest)'
+	@echo 'make explore  thousands of random schedules against the right answers (half an hour)'
 	@echo 'make check    format, lint, spelling, types, layers'
 	@echo 'make env      only make or update .venv'
 	@echo 'make clean    remove .venv, caches and build results'
@@ -34,6 +35,9 @@ demo: env
 
 test: env
 	$(CALM) $(BIN)/python -m pytest $(ARGS)
+
+explore: env
+	$(CALM) $(BIN)/python -m pytest tests/explore -m full -v $(ARGS)
 
 check: env
 	PYTHON=$(BIN)/python scripts/check

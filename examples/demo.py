@@ -3,7 +3,7 @@
     python examples/demo.py [--depth N] [--lanes threaded]
 
 1. Text streams from a mixture-of-experts model through scheduler, paged KV and overlap loop.
-2. A second request shares its beginning: the prefix cache serves it. Its ids and logprobs are shown.
+2. A second request shares its beginning: the prefix cache serves it. Ids and logprobs are shown.
 3. The first half of an answer is sent back with the same seed: the same second half comes out.
 """
 
@@ -15,14 +15,22 @@ from rich.table import Table
 
 import dovetail
 
-PROMPT = "ROMEO\nI dreamt a dream tonight\nMERCUTIO\nAnd so did I\nROMEO\nWell what was yours\nMERCUTIO\n"
+PROMPT = """\
+ROMEO
+I dreamt a dream tonight
+MERCUTIO
+And so did I
+ROMEO
+Well what was yours
+MERCUTIO
+"""
 FOLLOW_UP = "That dreamers often lie\nROMEO\n"
 SEED = 7
 
 
 def main() -> None:
     """Run the tour."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description="A tour of the engine in a minute.")
     parser.add_argument("--depth", type=int, default=1, help="steps in flight (default: 1)")
     parser.add_argument("--lanes", default="inline", choices=["inline", "threaded"])
     args = parser.parse_args()
@@ -39,14 +47,15 @@ def show_engine(console: Console, engine: dovetail.Engine) -> None:
     """Say what is running."""
     config, model = engine.config, engine.config.model
     experts = model.moe
+    assert experts is not None
     console.rule("the engine")
     console.print(
         f"{model.architecture}: {model.num_layers} layers, width {model.hidden_size}, "
-        + (f"{experts.num_experts} experts, {experts.num_experts_per_tok} a token" if experts else "")
+        f"{experts.num_experts} experts, {experts.num_experts_per_tok} a token"
     )
     console.print(
-        f"{config.device}, {config.dtype}, {config.num_pages} KV pages of {config.page_size} tokens, "
-        f"overlap depth {config.depth}"
+        f"{config.device}, {config.dtype}, {config.num_pages} KV pages of {config.page_size} "
+        f"tokens, overlap depth {config.depth}"
     )
 
 
@@ -54,7 +63,9 @@ def stream_text(console: Console, engine: dovetail.Engine) -> None:
     """Stream one answer."""
     console.rule("1. text streams")
     console.print(f"[dim]{PROMPT}[/dim]", end="")
-    params = dovetail.SamplingParams(max_new_tokens=96, temperature=0.8, top_p=0.95, sampling_seed=SEED)
+    params = dovetail.SamplingParams(
+        max_new_tokens=96, temperature=0.8, top_p=0.95, sampling_seed=SEED
+    )
     usage = None
     for event in engine.stream(PROMPT, params):
         console.print(event.text, end="", markup=False, soft_wrap=True)

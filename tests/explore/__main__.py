@@ -7,6 +7,7 @@ from pprint import pprint
 
 import torch
 
+from tests.explore.devices import DEVICES
 from tests.explore.scenario import Model, explore, random_scenario
 from tests.support import handmade
 from tests.support.oracle import Oracle
@@ -18,6 +19,8 @@ def main() -> None:
     parser.add_argument("model", choices=("count", "tag", "moe"))
     parser.add_argument("first", type=int, help="first seed")
     parser.add_argument("last", type=int, nargs="?", help="last seed")
+    parser.add_argument("--device", choices=DEVICES, default="sim")
+    parser.add_argument("--depth", type=int, help="steps in flight; the seed decides by default")
     args = parser.parse_args()
     last = args.first if args.last is None else args.last
     torch.set_num_threads(1)
@@ -27,7 +30,7 @@ def main() -> None:
         if last == args.first:
             pprint(random_scenario(model.quiz, args.first), compact=True, width=100)
         for seed in range(args.first, last + 1):
-            explore(model, [seed])
+            explore(model, [seed], args.device, depth=args.depth)
             print(f"\r{model.name}: seeds {args.first} to {seed} pass", end="", flush=True)
         print()
 

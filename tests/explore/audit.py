@@ -96,11 +96,11 @@ class PlanAudit:
         for slot, index, page in _columns(plan.page_writes, "slot", "index", "page"):
             self._tenants[slot].pages[index] = page
         for row in _columns(plan.rows, "slot", "generation", "start", "width", "bound"):
-            self._follow_row(*row, touched)
+            self._follow_row(touched, *row)
         return touched
 
     def _follow_row(
-        self, slot: int, generation: int, start: int, width: int, bound: int, touched: _Touched
+        self, touched: _Touched, slot: int, generation: int, start: int, width: int, bound: int
     ) -> None:
         tenant = self._tenant(slot, generation)
         is_cached = tenant.kv_len == 0  # the first row begins behind a prefix hit

@@ -1,4 +1,4 @@
-"""Real threads for the explorer, made less predictable."""
+"""Where the explorer plays: the simulation, real threads made less predictable, and inline."""
 
 import random
 import time
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dovetail.exec.device import Event, Lane, ThreadedCpuDevice
-from dovetail.exec.sim import POISON_BYTE
+from dovetail.exec.device import CpuDevice, Device, Event, Lane, ThreadedCpuDevice
+from dovetail.exec.sim import POISON_BYTE, SimDevice
 
 
 class SlowLane:
@@ -44,9 +44,17 @@ class SlowThreads(ThreadedCpuDevice):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.compute = SlowLane(self.compute, seed)
-        self.copy = SlowLane(self.copy, seed + 1)
+        self.compute: Lane = SlowLane(self.compute, seed)
+        self.copy: Lane = SlowLane(self.copy, seed + 1)
 
     def recycle(self, block: Tensor) -> None:
         """Fill the block with junk."""
         block.numpy().fill(POISON_BYTE)
+
+
+DEVICES: dict[str, Callable[[int], Device]] = {
+    "sim": SimDevice,
+    "threads": SlowThreads,
+    "cpu": lambda seed: CpuDevice(),
+}
+"""From a seed to a device, by name."""

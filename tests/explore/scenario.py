@@ -4,6 +4,7 @@ The seed decides everything: requests, page size, chunk size, depth, pool size, 
 forced retractions, and in which legal order a ``SimDevice`` runs what was submitted.
 """
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Iterable
@@ -15,8 +16,8 @@ import numpy as np
 
 from dovetail.exec.device import Device
 from dovetail.exec.executor import Executor
-from dovetail.exec.sim import SimDevice
 from tests.explore.audit import PlanAudit, PoisonedPages
+from tests.explore.devices import DEVICES
 from tests.explore.questions import CONTEXT_LEN, Question, Quiz, quiz_of
 from tests.support.compare import assert_logprobs, assert_same_tokens
 from tests.support.harness import Harness, Output
@@ -83,10 +84,12 @@ def random_scenario(quiz: Quiz, seed: int, **fixed: Any) -> Scenario:
         "max_running": rng.choice((2, 3, 5, 8)),
         "prefix_cache": rng.random() < 0.85,
     }
+    questions = quiz.questions(rng, rng.randint(3, 9))
+    last_start = rng.choice((2, 2, 8, 40))  # many arrivals at once, or now and then
     jobs = []
-    is_busy = rng.random() < 0.5  # many arrivals at once, or now and then
-    for question in quiz.questions(rng, rng.randint(3, 9)):
-        start = rng.randint(0, 3 if is_busy else 40)
+    for start, question in zip(
+        sorted(rng.randint(0, last_start) for _ in questions), questions, strict=True
+    ):
         first_abort = start + rng.randint(0, 25)
         aborts = (first_abort, first_abort + rng.randint(0, 2)) if rng.random() < 0.25 else ()
         jobs.append(Job(question, start, aborts, capture=rng.random() < 0.6))
@@ -96,27 +99,28 @@ def random_scenario(quiz: Quiz, seed: int, **fixed: Any) -> Scenario:
 
 
 def explore(
-    model: Model,
-    seeds: Iterable[int],
-    make_device: Callable[[int], Device] = SimDevice,
-    **fixed: Any,
-) -> None:
-    """Play the scenario of each seed and check its outputs; an error names the seed."""
+    model: Model, seeds: Iterable[int], device: str = "sim", *, depth: int | None = None
+) -> list[Output]:
+    """Play the scenario of each seed, check the outputs and return them; an error names the seed.
+
+    ``device`` is a name of ``DEVICES``; a depth that is not given is the seed's.
+    """
+    fixed = {} if depth is None else {"depth": depth}
+    seen: list[Output] = []
     for seed in seeds:
         try:
             scenario = random_scenario(model.quiz, seed, **fixed)
-            check(scenario, model.quiz, play(scenario, model.folder, make_device(seed)))
+            outputs = play(scenario, model.folder, DEVICES[device](seed))
+            check(scenario, model.quiz, outputs)
         except Exception as error:
-            error.add_note(
-                f"{model.name}, seed {seed}, {make_device.__name__}, fixed {fixed}; to repeat it: "
-                f"PYTHONPATH=src python -m tests.explore {model.name} {seed}"
-            )
+            options = f"--device {device}" + ("" if depth is None else f" --depth {depth}")
+            error.add_note(f"again: python -m tests.explore {model.name} {seed} {options}")
             raise
+        seen += outputs
+    return seen
 
 
-def play(
-    scenario: Scenario, folder: Path, device: Device, *, audited: bool = True
-) -> list[Output]:
+def play(scenario: Scenario, folder: Path, device: Device, *, audited: bool = True) -> list[Output]:
     """Run a scenario on a model and return what each job got.
 
     KV starts as NaN and does so again whenever a page changes hands. After every turn the ledger
@@ -131,8 +135,11 @@ def play(
         harness.on_step = lambda _: audit.check()
     try:
         outputs = _play(scenario, harness)
-    finally:
-        harness.close()
+    except BaseException:
+        with contextlib.suppress(Exception):  # what is left may fail as well
+            harness.close()
+        raise
+    harness.close()
     harness.check_idle()
     harness.ledger.flush()
     assert harness.ledger.stats().free == harness.config.num_pages

@@ -41,7 +41,7 @@ def jobs(draw: st.DrawFn) -> Job:
         "stop_token_ids": draw(st.sampled_from([None, (6,), (7, 8)])),
         "stop": draw(st.sampled_from([None, None, *STOPS, STOPS[:3]])),
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
-        "logit_bias": draw(st.sampled_from([None, {3: 1.0}, {i: 0.5 for i in range(20)}])),
+        "logit_bias": draw(st.sampled_from([None, {3: 1.0}, dict.fromkeys(range(20), 0.5)])),
     }
     return Job(
         prompt=tuple(prompt),
@@ -135,8 +135,7 @@ def test_the_workloads_reach_the_hard_cases():
                 bool(o.top) and o.usage.num_retractions > 0 for o in outputs
             ),
             "groups aborted": sum(
-                job.group in {label for _, label in workload.group_aborts}
-                for job in workload.jobs
+                job.group in {label for _, label in workload.group_aborts} for job in workload.jobs
             ),
         }
         for name, count in counts.items():
@@ -312,9 +311,7 @@ def prompt_scores_with_every_event(original):
         news = original(sequence, is_last=is_last)
         return type(news)(
             **{name: getattr(news, name) for name in news.__struct_fields__}
-            | {
-                name: getattr(news, name)[emitted:] for name in ("token_ids", "logprobs", "epochs")
-            }
+            | {name: getattr(news, name)[emitted:] for name in ("token_ids", "logprobs", "epochs")}
         )
 
     return event
@@ -410,9 +407,7 @@ MUTANTS = {
     "a hit of tokens that are to be scored": wrap(
         Sequence, "max_cached_len", lambda _: property(lambda self: self.known_len - 1)
     ),
-    "scores of another row": wrap(
-        Scheduler, "_commit_prompt_scores", hand_scores_to_the_neighbour
-    ),
+    "scores of another row": wrap(Scheduler, "_commit_prompt_scores", hand_scores_to_the_neighbour),
     "targets of another token": wrap(PlanBuilder, "build", shift_the_targets),
     "all samples have one noise": wrap(builder_module, "_slot_writes", all_samples_alike),
     "payload without bound": wrap(PlanBuilder, "max_scored", lambda _: lambda self, s: 10**6),

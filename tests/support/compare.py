@@ -75,7 +75,9 @@ def assert_follows(
         The positions where a tie was met.
     """
     assert len(got_ids) == len(want.token_ids), context
-    different = [i for i, pair in enumerate(zip(got_ids, want.token_ids, strict=True)) if len(set(pair)) > 1]
+    different = [
+        i for i, pair in enumerate(zip(got_ids, want.token_ids, strict=True)) if len(set(pair)) > 1
+    ]
     for at in different:
         scaled = noise * _noise_scale(want)
         gap, border, router = want.gaps[at], want.border_gaps[at], want.router_gaps[at]

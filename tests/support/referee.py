@@ -336,9 +336,7 @@ def run_workload(workload: Workload) -> Referee:
     for job, request_id in started:
         for sample_index, output in enumerate(stepper.samples[request_id]):
             want = answer_of(job, sample_index, workload.status)
-            check_output(
-                job, output, want, workload.config, may_be_aborted=workload.aborts(job)
-            )
+            check_output(job, output, want, workload.config, may_be_aborted=workload.aborts(job))
     stepper.ledger.flush()
     stepper.ledger.check()
     assert stepper.ledger.stats().free == referee.config.num_pages

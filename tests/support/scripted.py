@@ -206,7 +206,7 @@ class PagedFake:
     def _score(self, score: Score, slot: int, width: int, targets: deque[int]) -> TokenScores:
         """What the script says of each position, by what is found in the pages."""
         begin = self._slots[slot].num_tokens - width + score.first
-        assert 0 <= score.first and score.first + score.count <= width
+        assert score.first >= 0 and score.first + score.count <= width
         contexts = [self._read(slot, begin + i + 1) for i in range(score.count)]
         known = [targets.popleft() for _ in contexts] if score.is_prompt else []
         tops = [top_of(context, score.num_top) for context in contexts]

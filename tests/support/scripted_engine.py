@@ -11,14 +11,10 @@ def no_end(token_ids: Tokens) -> int:
     return 3 + hash(tuple(token_ids)) % 29
 
 
-def scripted_engine(
-    *, script: Callable[[Tokens], int] = no_end, **config: object
-) -> Stepper:
+def scripted_engine(*, script: Callable[[Tokens], int] = no_end, **config: object) -> Stepper:
     """Return a stepper with the options of ``plain_config``."""
     decided = plain_config(**config)  # type: ignore[arg-type]
-    device = PagedFake(
-        num_slots=decided.max_running, page_size=decided.page_size, script=script
-    )
+    device = PagedFake(num_slots=decided.max_running, page_size=decided.page_size, script=script)
     return Stepper(decided, device, token_bytes=lambda _: b"")
 
 

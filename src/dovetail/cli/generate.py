@@ -5,6 +5,7 @@ Owns what goes to which stream: text and JSON lines to standard output, the rest
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,7 +81,10 @@ def _run(args: argparse.Namespace) -> int:
             Path(args.prompts), sampling=sampling_fields(args), others=logprob_fields(args)
         )
         with open_engine(engine_options(args)) as engine:
-            return _print_replies(engine, bodies, args.output)
+            try:
+                return _print_replies(engine, list(bodies.values()), args.output)
+            except RequestError as error:
+                raise _with_line(error, args.prompts, list(bodies)) from None
     if args.output is not None:
         raise RequestError("--output", "goes with --prompts")
     if args.prompt is None and not args.chat:
@@ -117,13 +121,20 @@ def _run_json(args: argparse.Namespace) -> int:
 
 
 def _text_of(args: argparse.Namespace) -> str | None:
-    return sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.prompt != "-":
+        return args.prompt
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "standard input", f"is not valid {error.encoding}: {error.reason}"
+        ) from None
 
 
 def read_bodies(
     path: Path, *, sampling: dict[str, Any], others: dict[str, Any]
-) -> list[GenerateBody]:
-    """Return the requests of a JSONL file.
+) -> dict[int, GenerateBody]:
+    """Return the requests of a JSONL file by line number, which counts from 1.
 
     Args:
         path: the file.
@@ -137,7 +148,7 @@ def read_bodies(
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise RequestError("--prompts", f"cannot read {path}: {error.strerror}") from None
-    bodies: list[GenerateBody] = []
+    bodies: dict[int, GenerateBody] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -145,14 +156,14 @@ def read_bodies(
             raw = msgspec.json.decode(line)
             if isinstance(raw, dict):
                 raw = {"return_logprob": True, **others, **cast(dict[str, Any], raw)}
-                given = raw.get("sampling_params") or {}
-                if isinstance(given, dict):
-                    raw["sampling_params"] = sampling | given
+                given = raw.get("sampling_params")
+                if given is None or isinstance(given, dict):
+                    raw["sampling_params"] = sampling | (given or {})
             body = msgspec.convert(raw, GenerateBody, str_keys=True)
             prompt_of(body)
-        except (msgspec.DecodeError, msgspec.ValidationError, RequestError) as error:
+        except (msgspec.DecodeError, RecursionError, RequestError) as error:
             raise RequestError(f"{path} line {number}", str(error)) from None
-        bodies.append(body)
+        bodies[number] = body
     if not bodies:
         raise RequestError("--prompts", f"{path} holds no request")
     return bodies
@@ -180,6 +191,14 @@ def _print_replies(engine: Engine, bodies: list[GenerateBody], output: str | Non
 
         engine.generate_bodies(bodies, on_finish=on_finish)
     return 0
+
+
+def _with_line(error: RequestError, path: str, numbers: list[int]) -> RequestError:
+    """Say in which line of the file the prompt is that ``Engine.generate`` refused."""
+    match = re.match(r"prompts\[(\d+)\]\.", str(error))
+    if match is None:  # a single prompt
+        return RequestError(f"{path} line {numbers[0]}", str(error))
+    return RequestError(f"{path} line {numbers[int(match[1])]}", str(error)[match.end() :])
 
 
 def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> str:

@@ -29,7 +29,7 @@ def parse_bytes(field: str, value: int | str) -> int:
     Raises:
         ConfigError: not a positive size; the message shows the accepted forms.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if match is None or match[2] not in _UNITS:
         raise ConfigError(field, f"{value!r} is not a size; write bytes, 512MiB or 2GB")
     size = int(float(match[1]) * _UNITS[match[2]])

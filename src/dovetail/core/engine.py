@@ -5,8 +5,10 @@ part decides.
 """
 
 import asyncio
+import operator
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -113,6 +115,8 @@ class Engine:
         )
         self._thread = threading.Thread(target=self._run, name="dovetail-loop", daemon=True)
         self._thread.start()
+        # Also when Python exits: a thread that is ended within torch takes the process down.
+        weakref.finalize(self, _end_loop, self._inbox, self._thread)
 
     # -- whole answers -------------------------------------------------------------------
 
@@ -236,13 +240,17 @@ class Engine:
         )
         news: queue.SimpleQueue[TokenEvent | EngineError] = queue.SimpleQueue()
         self._start(request, news.put)
-        return self._read_stream(request, news)
+        events = self._read_stream(request, news)
+        next(events)  # enter its try block: one that never ran does not notice that it is dropped
+        return events
 
     def _read_stream(
         self, request: Request, news: "queue.SimpleQueue[TokenEvent | EngineError]"
     ) -> Iterator[StreamEvent]:
         decoder = self._decoder(request)
+        no_news = TokenEvent(request_id=request.request_id, token_ids=(), logprobs=(), epochs=())
         try:
+            yield decoder.decode(no_news)  # to ``stream``
             while not decoder.is_done:
                 yield decoder.decode(_checked(news.get()))
         finally:
@@ -276,8 +284,10 @@ class Engine:
         news: asyncio.Queue[TokenEvent | EngineError] = asyncio.Queue()
 
         def deliver(event: TokenEvent | EngineError) -> None:
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(news.put_nowait, event)
+            except RuntimeError:  # the client's event loop is closed: nobody listens any more
+                self._abandon([request])
 
         self._start(request, deliver)
         decoder = self._decoder(request)
@@ -291,8 +301,11 @@ class Engine:
     # -- control -------------------------------------------------------------------------
 
     def abort(self, request_id: int) -> None:
-        """End a request early; it gets its last event with reason ``abort``."""
-        self._inbox.put(Abort(request_id))
+        """End a request early; it gets its last event with reason ``abort``.
+
+        An id that is unknown or has ended is no error.
+        """
+        self._inbox.put(Abort(operator.index(request_id)))  # a wrong type fails here, not there
 
     def abort_group(self, group: str) -> None:
         """End all open requests that carry this label."""
@@ -312,8 +325,7 @@ class Engine:
 
     def close(self) -> None:
         """Abort what is open, end the loop and its thread. May be called twice."""
-        self._inbox.put(Close())
-        self._thread.join()
+        _end_loop(self._inbox, self._thread)
 
     def __enter__(self) -> "Engine":
         return self
@@ -339,6 +351,12 @@ class Engine:
     def _run(self) -> None:
         torch.set_num_threads(self.config.num_threads)
         self._loop.run()
+
+
+def _end_loop(inbox: Inbox, thread: threading.Thread) -> None:
+    inbox.put(Close())
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def _checked(event: TokenEvent | EngineError) -> TokenEvent:

@@ -48,8 +48,10 @@ class EngineLoop:
             failure = EngineClosed(f"the engine failed: {error!r}")
             failure.__cause__ = error
         finally:
-            self.executor.close()
-            self.outbox.close(failure)
+            try:
+                self.executor.close()
+            finally:
+                self.outbox.close(failure)
 
     def step(self) -> None:
         """Do one turn of the loop."""
@@ -67,6 +69,8 @@ class EngineLoop:
         match message:
             case Admit(request):
                 self.scheduler.add(request)
+                if self.is_closing:
+                    self.outbox.put(self.scheduler.abort(request.request_id))
             case Abort(request_id):
                 self.outbox.put(self.scheduler.abort(request_id))
             case AbortGroup(group):

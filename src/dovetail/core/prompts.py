@@ -89,7 +89,7 @@ class RequestMaker:
         """
         prompt_token_ids = validated_prompt(self.encode(prompt), self._limits)
         sampling = validated_sampling(
-            sampling_params or SamplingParams(),
+            SamplingParams() if sampling_params is None else sampling_params,
             prompt_len=len(prompt_token_ids),
             limits=self._limits,
         )
@@ -132,6 +132,8 @@ class RequestMaker:
         many = _as_many(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params: list[SamplingParams | None] = [sampling_params] * len(many)
+        elif not hasattr(sampling_params, "__iter__"):
+            raise RequestError("sampling_params", "must be a SamplingParams, or a list of them")
         else:
             params = list(sampling_params)
             if len(params) != len(many):
@@ -173,8 +175,8 @@ class RequestMaker:
             if not token_ids:
                 raise RequestError("text", "the prompt is empty; give at least one character")
             return token_ids
-        is_list = isinstance(prompt, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if is_list and prompt and isinstance(prompt[0], Mapping):
+        # Not any sequence: what is no prompt at all comes here too, and is validated later.
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
             return self._encode_chat(prompt)  # type: ignore[arg-type]
         return prompt  # type: ignore[return-value]
 
@@ -206,15 +208,11 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or a list of prompts? A list of ints or of messages is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    is_list = isinstance(prompts, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if isinstance(prompts, (bytes, Mapping)) or not is_list:
-        try:
-            prompts = list(prompts)  # type: ignore[arg-type]  # arrays of ids, generators
-        except TypeError:
-            raise RequestError(
-                "prompts", "must be text, token ids, chat messages or a list"
-            ) from None
-    if not prompts:
+    # Bytes are no ids, and a lone chat message is no list of its keys.
+    if isinstance(prompts, (bytes, bytearray, Mapping)) or not hasattr(prompts, "__iter__"):
+        raise RequestError("prompts", "must be text, token ids, a list of chat messages or a list")
+    many = list(prompts)  # arrays of ids and generators become lists
+    if not many:
         raise RequestError("prompts", "the list of prompts is empty")
-    is_one = all(not isinstance(item, (str, Sequence)) for item in prompts)
-    return [prompts] if is_one else list(prompts)  # type: ignore[list-item,arg-type]
+    is_one = all(not isinstance(item, (str, Sequence)) for item in many)
+    return [many] if is_one else many  # type: ignore[list-item,return-value]

@@ -17,7 +17,7 @@ from dovetail.exec.pending import PendingStep
 from dovetail.exec.readback import RESULT_WORDS, PayloadLayout, payload_layout, read_result
 from dovetail.exec.ring import BlockRing, TransferBlock
 from dovetail.exec.runner import StepRunner
-from dovetail.models.base import CausalLM
+from dovetail.models.causal_lm import CausalLM
 from dovetail.sched.plan import StepPlan, StepResult
 
 

@@ -26,13 +26,14 @@ class TransferBlock:
         self.num_bytes = num_bytes
         self.host = device.host_block(num_bytes)
         self.device = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
+        self._host_words = self.host.numpy().view(np.int32)  # once: ``numpy()`` is a torch op
         self.words = self.open()
         self.fence: Event | None = None
         self.in_use = False
 
     def open(self) -> NDArray[np.int32]:
         """Give the host side to a new user, writable."""
-        self.words = self.host.numpy().view(np.int32)
+        self.words = self._host_words.view()
         return self.words
 
     def freeze(self) -> None:

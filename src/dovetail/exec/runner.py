@@ -28,7 +28,7 @@ from dovetail.exec.readback import (
 from dovetail.exec.state import DeviceState
 from dovetail.kernels import api
 from dovetail.kernels.scratch import Scratch
-from dovetail.models.base import CausalLM
+from dovetail.models.causal_lm import CausalLM
 from dovetail.sampling.sampler import History, draw
 from dovetail.sched.plan import LogprobKindId
 

@@ -20,7 +20,7 @@ from dovetail.layers.shard import Placement
 
 
 class DecoderLM(nn.Module):
-    """A causal language model; see ``models.base.CausalLM``.
+    """A causal language model; see ``models.causal_lm.CausalLM``.
 
     ``build_mlp`` makes the MLP of the layer with the given index.
     """

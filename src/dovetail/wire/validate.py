@@ -4,6 +4,7 @@ Owns what is refused and the words in which: each error names the field and the 
 """
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import SupportsIndex
 
@@ -48,9 +49,14 @@ def validated_prompt(prompt_token_ids: Iterable[SupportsIndex], limits: Limits) 
         raise RequestError(field, "must be a list of token ids")
     ids: list[int] = []
     for index, value in enumerate(prompt_token_ids):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise RequestError(field, f"item {index} is {value!r}, not an integer token id")
-        token_id = value.__index__()
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            token_id = operator.index(value)  # of any integer type
+        except TypeError:
+            raise RequestError(
+                field, f"item {index} is {value!r}, not an integer token id"
+            ) from None
         if not 0 <= token_id < limits.vocab_size:
             raise RequestError(
                 field, f"item {index} is {token_id}; legal ids are 0 to {limits.vocab_size - 1}"
@@ -76,9 +82,11 @@ def validated_sampling(
         RequestError: a value is of the wrong type, not finite or out of range;
             the message names the field and the legal range.
     """
+    if type(sampling) is not SamplingParams:
+        raise RequestError("sampling_params", "must be a dovetail.SamplingParams")
     try:
         # msgspec checks types only when it decodes, so what Python code built is decoded once.
-        sampling = msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
+        sampling = msgspec.convert(msgspec.structs.asdict(sampling), SamplingParams)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise RequestError("sampling_params", str(error)) from None
     _check_numbers(sampling)
@@ -102,8 +110,10 @@ def validated_logprobs(
     Raises:
         RequestError: names the field and the legal range.
     """
+    if type(logprobs) is not LogprobParams:
+        raise RequestError("logprobs", "must be a dovetail.LogprobParams")
     try:
-        logprobs = msgspec.convert(msgspec.to_builtins(logprobs), LogprobParams)
+        logprobs = msgspec.convert(msgspec.structs.asdict(logprobs), LogprobParams)
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise RequestError("logprobs", str(error)) from None
     if not -1 <= logprobs.logprob_start_len <= prompt_len:

@@ -15,7 +15,9 @@ def ends_soon(token_ids: Tokens) -> int:
     return EOS_ID if len(token_ids) == PROMPT_LEN + 4 else no_end(token_ids)
 
 
-def run(script, *, max_new_tokens: int, num_pages: int) -> tuple[Stepper, int]:
+def run(
+    script, *, max_new_tokens: int, num_pages: int, num_requests: int = NUM_REQUESTS
+) -> tuple[Stepper, int]:
     """Return the engine and the most sequences that ran at once."""
     engine = scripted_engine(
         script=script,
@@ -26,7 +28,7 @@ def run(script, *, max_new_tokens: int, num_pages: int) -> tuple[Stepper, int]:
         max_running=32,
         depth=1,
     )
-    for i in range(NUM_REQUESTS):
+    for i in range(num_requests):
         engine.add([3 + i % 29, *[3 + i // 29] * (PROMPT_LEN - 1)], max_new_tokens=max_new_tokens)
     most = 0
 
@@ -44,7 +46,8 @@ def num_retractions(engine: Stepper) -> int:
 
 
 def fix_share(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    monkeypatch.setattr(LengthEstimate, "share", property(lambda self: share, lambda self, _: None))
+    fixed = property(lambda self: share, lambda self, _: None)
+    monkeypatch.setattr(LengthEstimate, "share", fixed, raising=False)
 
 
 def test_many_run_although_each_asks_for_the_whole_pool(monkeypatch):
@@ -72,7 +75,7 @@ def test_full_lengths_in_a_small_pool_cost_few_retractions(monkeypatch, num_page
 
 
 def test_one_that_needs_the_whole_pool_starts_alone():
-    engine, most = run(no_end, max_new_tokens=152, num_pages=40)
+    engine, most = run(no_end, max_new_tokens=152, num_pages=40, num_requests=6)
     assert most >= 1
     assert all(output.finish.type == "length" for output in engine.all_outputs)
 

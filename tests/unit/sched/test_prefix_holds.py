@@ -15,12 +15,14 @@ each_shape = pytest.mark.parametrize(
 )
 
 
-def engine_of(*, depth: int, page_size: int, **options: object) -> Stepper:
+def engine_of(
+    *, depth: int, page_size: int, chunk_size: int = CHUNK, **options: object
+) -> Stepper:
     return scripted_engine(
         context_len=512,
         page_size=page_size,
-        num_pages=20 * 512 // page_size,
-        chunk_size=CHUNK,
+        num_pages=4 * 512 // page_size,
+        chunk_size=chunk_size,
         max_running=GROUP_SIZE,
         depth=depth,
         **options,
@@ -68,7 +70,7 @@ def test_without_a_cache_nobody_waits():
 
 
 @each_shape
-@pytest.mark.parametrize("abort_after", range(1, 6))
+@pytest.mark.parametrize("abort_after", [1, 2, 5])
 def test_if_the_leader_is_aborted_the_next_takes_over(depth, page_size, abort_after):
     engine = engine_of(depth=depth, page_size=page_size)
     ids = [engine.add(PROMPT, **SAMPLING) for _ in range(GROUP_SIZE)]
@@ -83,7 +85,7 @@ def test_if_the_leader_is_aborted_the_next_takes_over(depth, page_size, abort_af
 
 
 @each_shape
-@pytest.mark.parametrize("retract_after", range(1, 6))
+@pytest.mark.parametrize("retract_after", [1, 3, 5])
 def test_if_the_leader_is_retracted_nobody_hangs(depth, page_size, retract_after):
     engine = engine_of(depth=depth, page_size=page_size)
     for _ in range(GROUP_SIZE):
@@ -110,14 +112,14 @@ def test_each_leader_in_turn_is_aborted(depth):
 
 
 def test_who_is_held_does_not_hold_up_others():
-    engine = engine_of(depth=1, page_size=16)
+    engine = engine_of(depth=1, page_size=16, chunk_size=300)
     for _ in range(4):
         engine.add(PROMPT, **SAMPLING)
     other = engine.add([4] * 20, **SAMPLING)
-    while not engine.outputs[other].token_ids:
-        engine.step()
-    assert not any(engine.outputs[i].token_ids for i in range(4))
-    assert engine.scheduler.num_waiting == 3
+    engine.step()
+    engine.step()
+    running = {sequence.request.request_id for sequence in engine.scheduler._running}
+    assert running == {0, other}
     engine.run()
 
 
@@ -125,8 +127,7 @@ def test_only_shared_full_pages_are_worth_waiting_for():
     """Prompts that differ within the first page start together."""
     engine = engine_of(depth=1, page_size=16)
     for i in range(4):
-        engine.add([3 + i, *PROMPT[:100]], **SAMPLING)
-    engine.step()
+        engine.add([3 + i, *PROMPT[:25]], **SAMPLING)
     engine.step()
     assert engine.scheduler.num_running == 4
     engine.run()

@@ -11,11 +11,11 @@ def rotary(
     q_THD: Tensor, k_TKD: Tensor, cos_sin_P2D: Tensor, positions_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See ``kernels.api.rotary``."""
-    num_heads, half = q_THD.shape[1], q_THD.shape[2] // 2
-    cos_sin_T2D = cos_sin_P2D[positions_T]
-    cos_T1D, sin_T1D = cos_sin_T2D[:, :1], cos_sin_T2D[:, 1:]
+    heads, half = (q_THD.shape[1], k_TKD.shape[1]), q_THD.shape[2] // 2
+    cos_T1D, sin_T1D = cos_sin_P2D[positions_T].chunk(2, dim=1)
     # q and k turn by the same angles, so they go as one tensor: fewer operations, same result.
     # The table holds -sin in its first half, so swapping the halves is all that is left to do.
     x = torch.cat((q_THD, k_TKD), dim=1)
     turned = (x * cos_T1D).addcmul_(x.roll(half, dims=-1), sin_T1D).to(x.dtype)
-    return turned[:, :num_heads], turned[:, num_heads:]
+    q_THD, k_TKD = turned.split_with_sizes(heads, dim=1)
+    return q_THD, k_TKD

@@ -48,7 +48,7 @@ def gumbel_noise(
     The key is the 64-bit seed (low word first), the counter is (token id // 4,
     absolute position, sample index, 0), the word is token id % 4. A word x becomes
     u = (x + 0.5) * 2^-32 and g = -log(-log1p(-u)), all in float32; u = 1 gives
-    -inf, which is harmless.
+    -inf, which becomes the least finite number.
 
     Args:
         seed_N: int64, the bit pattern of the seed.
@@ -67,7 +67,8 @@ def gumbel_noise(
     )
     x_NV = torch.stack(words, dim=-1).view(len(seed_N), -1)[:, :vocab_size]
     u_NV = (x_NV.to(torch.float32) + 0.5) * 2.0**-32
-    return -torch.log(-torch.log1p(-u_NV))
+    # Kept finite: a token that is the only one left is drawn whatever its noise.
+    return (-torch.log(-torch.log1p(-u_NV))).clamp_(min=torch.finfo(torch.float32).min)
 
 
 def support_mask(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:

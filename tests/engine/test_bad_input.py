@@ -1,0 +1,289 @@
+"""One wrong request hurts nobody else, and one wrong folder is named in one line.
+
+The tables of what is refused are in ``tests/unit``; here it is done to a living engine, which must
+answer a fixed request as before and have all its pages ([LIVE], [POOL]).
+"""
+
+import json
+import math
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail import ConfigError, Engine, RequestError, SamplingParams
+from dovetail.cli.main import main
+
+CONTEXT_LEN = 64
+NUM_PAGES = 40
+GOLDEN_IDS = tuple(range(8, 20))
+
+
+@pytest.fixture(scope="module")
+def engine(fx_count_folder: Path) -> Iterator[Engine]:
+    options = {"context_len": CONTEXT_LEN, "page_size": 4, "num_pages": NUM_PAGES}
+    with Engine(fx_count_folder, **options) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """[LIVE] the golden answer; [POOL] nothing held, and a whole context still fits."""
+    yield
+    if "engine" not in request.fixturenames:
+        return
+    engine = request.getfixturevalue("engine")
+    (golden,) = engine.generate([[7]], SamplingParams(temperature=0, max_new_tokens=12))
+    assert golden.token_ids == GOLDEN_IDS
+    (long,) = engine.generate([[3]], SamplingParams(temperature=0, max_new_tokens=CONTEXT_LEN - 1))
+    assert len(long.token_ids) == CONTEXT_LEN - 1
+    stats = engine.stats()
+    assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages == NUM_PAGES
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def refused(call: Callable[[], object], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        call()
+    assert field in str(caught.value)
+
+
+# -- requests -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        ("", "text"),
+        ([], "prompts"),
+        ([[]], "input_ids"),
+        ([-1], "input_ids"),
+        ([320], "input_ids"),
+        ([2**31], "input_ids"),
+        ([2**63], "input_ids"),
+        ([1.5], "input_ids"),
+        ([True], "input_ids"),
+        ([[1, "7"]], "input_ids"),
+        (torch.tensor([1.5]), "input_ids"),
+        (torch.tensor([[1, 2]]), "input_ids"),
+        ("\udcff", "text"),
+        ({"role": "user", "content": "hi"}, "prompts"),
+        ([{"role": "user"}], "messages"),
+        ([1] * CONTEXT_LEN, "input_ids"),
+        ("x" * 100_000, "context length"),
+    ],
+)
+def test_a_wrong_prompt(engine, prompt, field):
+    refused(lambda: engine.generate(prompt), field)
+
+
+def test_one_wrong_prompt_stops_its_whole_batch_before_it_starts(engine):
+    cached = engine.stats().num_cached_pages
+    refused(lambda: engine.generate([[9] * 30, [], [9] * 31]), "prompts[1].input_ids")
+    assert engine.stats().num_cached_pages == cached, "nothing was forwarded"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", -1.0),
+        ("top_p", math.nan),
+        ("top_p", 0.0),
+        ("top_k", 0),
+        ("min_p", -0.1),
+        ("min_p", math.nan),
+        ("max_new_tokens", -1),
+        ("max_new_tokens", CONTEXT_LEN),
+        ("max_new_tokens", 2**31 - 1),
+        ("max_new_tokens", 2**63),
+        ("max_new_tokens", 1e18),
+        ("sampling_seed", -1),
+        ("sampling_seed", 2**64),
+        ("stop", ""),
+        ("stop", "\ud800"),
+        ("stop_token_ids", [None]),
+        ("stop_token_ids", [2**31]),
+    ],
+)
+def test_a_wrong_parameter(engine, field, value):
+    params = SamplingParams(**{field: value})
+    for ask in (engine.generate, engine.stream, engine.astream):
+        refused(lambda ask=ask: ask([7, 8], params), field)
+
+
+def test_an_unknown_parameter_or_column():
+    with pytest.raises(TypeError, match="heat"):
+        SamplingParams(heat=1)
+
+
+def test_an_unknown_column(engine):
+    refused(lambda: engine.generate([7], capture=("experts",)), "capture")
+
+
+def test_extremes_that_are_legal(engine):
+    """Numbers that are hard on the sampler, side by side with a plain request."""
+    extremes = [
+        {"temperature": 1e4},
+        {"temperature": 1e-4},
+        {"top_p": 1e-300},
+        {"top_p": 1 - 1e-12, "top_k": 2**31 - 1},
+        {"min_p": 1.0},
+        {"min_p": 1e-300, "top_k": 1},
+        {"sampling_seed": 2**64 - 1},
+        {"stop": "\x00" * 1024},
+        {"stop_token_ids": list(range(320)), "ignore_eos": True},
+    ]
+    params = [SamplingParams(**{"max_new_tokens": 5} | extreme) for extreme in extremes]
+    params.append(SamplingParams(temperature=0, max_new_tokens=12))
+    *rest, plain = engine.generate([[7]] * len(params), params)
+    assert plain.token_ids == GOLDEN_IDS
+    for generation in rest:
+        assert generation.finish_reason.type in ("stop", "length")
+        assert all(math.isfinite(value) and value <= 0 for value in generation.logprobs)
+
+
+def test_wrong_requests_beside_good_ones(engine):
+    """Wrong ones from one thread while another is served."""
+    wrong_done = threading.Event()
+
+    def pester() -> None:
+        for _ in range(50):
+            refused(lambda: engine.generate([[7], [-1]]), "prompts[1].input_ids")
+        wrong_done.set()
+
+    thread = threading.Thread(target=pester)
+    thread.start()
+    params = SamplingParams(temperature=0, max_new_tokens=12)
+    for generation in engine.generate([[7]] * 20, params):
+        assert generation.token_ids == GOLDEN_IDS
+    thread.join(60)
+    assert wrong_done.is_set()
+
+
+# -- options --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"depht": 1}, "depht"),
+        ({"page_size": 0}, "page_size"),
+        ({"context_len": 10**9}, "context_len"),
+        ({"num_pages": 1}, "num_pages"),
+        ({"kv_memory": "much"}, "kv_memory"),
+        ({"dtype": "int8"}, "dtype"),
+    ],
+)
+def test_a_wrong_option(fx_count_folder, options, field):
+    with pytest.raises(ConfigError) as caught:
+        Engine(fx_count_folder, **options)
+    assert field in str(caught.value)
+
+
+# -- folders --------------------------------------------------------------------------------
+
+
+def edit_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def wrong_shape(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def without_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def without_a_shard(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def not_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+
+
+BROKEN = {
+    "no config": (without("config.json"), "config.json"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
+    "unknown architecture": (
+        lambda f: edit_json(f / "config.json", architectures=["MambaForCausalLM"]),
+        "MambaForCausalLM",
+    ),
+    "no size": (lambda f: edit_json(f / "config.json", hidden_size=None), "hidden_size"),
+    "no weights": (without("model.safetensors"), "safetensors"),
+    "no shard": (without_a_shard, "model-00002-of-00002.safetensors"),
+    "wrong shape": (wrong_shape, "model.norm.weight"),
+    "no tensor": (without_a_tensor, "model.layers.1.mlp.down_proj.weight"),
+    "truncated": (truncated, "model.safetensors"),
+    "a pointer instead of weights": (not_safetensors, "model.safetensors"),
+    "no tokenizer": (without("tokenizer.json"), "tokenizer.json"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+    "broken template": (
+        lambda f: edit_json(f / "tokenizer_config.json", chat_template="{% for %}"),
+        "chat_template",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "word"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_folder_is_named_in_one_line(fx_count_folder, tmp_path, capsys, damage, word):
+    folder = shutil.copytree(fx_count_folder, tmp_path / "model")
+    damage(folder)
+    with pytest.raises(ConfigError) as caught:
+        Engine(folder)
+    assert word in str(caught.value)
+    assert main(["generate", "hi", "--model", str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"dovetail: error: {caught.value}\n"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["not/there", "file"])
+def test_no_folder_at_all(tmp_path, place):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        Engine(tmp_path / place)
+
+
+def test_a_sampling_nan_in_the_weights_ends_the_request_alone(fx_count_folder, tmp_path):
+    """A checkpoint in which one token poisons its sequence: others in the batch are served."""
+    folder = shutil.copytree(fx_count_folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][50] = math.nan
+    save_file(tensors, folder / "model.safetensors")
+    params = SamplingParams(temperature=0, max_new_tokens=12)
+    with Engine(folder, page_size=4) as engine:
+        for _ in range(3):
+            bad, good, late = engine.generate([[50, 51, 52], [7], [45]], params)
+            assert bad.finish_reason.type == "error" and bad.token_ids == ()
+            assert "not finite" in bad.finish_reason.message
+            assert good.token_ids == GOLDEN_IDS
+            assert late.finish_reason.type == "error" and late.token_ids == (46, 47, 48, 49, 50)
+        stats = engine.stats()
+        assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages

@@ -1,0 +1,306 @@
+"""Engines with one rule switched off, for ``test_mutants``.
+
+Each function here patches the engine and says which rule it breaks.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from pytest import MonkeyPatch
+from torch import Tensor
+
+from dovetail.cache.ledger import Holding, KVLedger
+from dovetail.exec import batch, executor
+from dovetail.exec.device import Event, Lane
+from dovetail.exec.executor import Executor
+from dovetail.exec.packet import read_packet
+from dovetail.exec.readback import RESULT_WORDS, PayloadSlice
+from dovetail.exec.ring import BlockRing, TransferBlock
+from dovetail.exec.sim import SimLane
+from dovetail.sched.builder import PlanBuilder
+from dovetail.sched.plan import StepPlan, StepResult
+from dovetail.sched.scheduler import Scheduler
+from dovetail.sched.sequence import Sequence, SequenceState
+from dovetail.sched.slots import SlotTable
+
+Mutation = Callable[[MonkeyPatch], None]
+
+
+def after(patch: MonkeyPatch, owner: Any, name: str, then: Callable[..., None]) -> None:
+    """Call ``then`` with the method's result and its arguments whenever it returns."""
+    original = getattr(owner, name)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then(result, *args, **kwargs)
+        return result
+
+    patch.setattr(owner, name, patched)
+
+
+def before(patch: MonkeyPatch, owner: Any, name: str, first: Callable[..., None]) -> None:
+    """Call ``first`` with the method's arguments before it runs."""
+    original = getattr(owner, name)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, patched)
+
+
+# -- aliases -----------------------------------------------------------------------------
+
+
+def result_is_a_view(patch: MonkeyPatch) -> None:
+    """A StepResult holds the ring's memory instead of copies."""
+
+    def read_result(
+        plan: StepPlan, result_words: np.ndarray, *, max_rows: int, readouts: tuple
+    ) -> StepResult:
+        words = result_words[: RESULT_WORDS * max_rows].reshape(RESULT_WORDS, max_rows)
+        words = words[:, : len(plan.rows)]
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=words[0][:, None],
+            counts=plan.rows.samples,
+            logprobs=words[1].view(np.float32)[:, None],
+            status=words[2] * 0,  # a broken status would be found before the broken token
+            readouts=readouts,
+        )
+
+    patch.setattr(executor, "read_result", read_result)
+
+
+def readout_is_a_view(patch: MonkeyPatch) -> None:
+    """A read-out is the payload ring's memory instead of a copy."""
+
+    def read_payload(
+        plan: StepPlan, payload_words: np.ndarray, slices: tuple[PayloadSlice, ...], specs: Any
+    ) -> tuple[dict[str, np.ndarray], ...]:
+        data = payload_words.view(np.uint8)
+        return tuple(
+            {"tokens": data[item.offset : item.offset + item.num_bytes].view(np.int32)}
+            for item in slices
+        )
+
+    patch.setattr(executor, "read_payload", read_payload)
+
+
+def copy_lane_reads_state(patch: MonkeyPatch) -> None:
+    """The copy lane takes the tokens from engine state, which the next step changes."""
+    sampled: weakref.WeakKeyDictionary[TransferBlock, Any] = weakref.WeakKeyDictionary()
+    download = executor._download
+
+    def remember(_: None, self: Executor, rows: Any, hidden: Tensor, result: TransferBlock) -> None:
+        at = np.flatnonzero(rows.rows.samples)
+        sampled[result] = (self._state, rows.rows.slot[at].copy(), at)
+
+    def download_state(block: TransferBlock) -> None:
+        download(block)
+        if block in sampled:
+            state, slots, at = sampled.pop(block)
+            block.host.numpy().view(np.int32)[at] = state.last_token[slots]
+
+    after(patch, Executor, "_sample", remember)
+    patch.setattr(executor, "_download", download_state)
+
+
+def copy_lane_declares_state(patch: MonkeyPatch) -> None:
+    """The same, by work that says what it reads."""
+
+    class DeclaringLane:
+        def __init__(self, lane: Lane, state: Tensor) -> None:
+            self._lane, self._state = lane, state
+
+        def submit(self, fn: Any, *args: Any, reads: tuple = (), writes: tuple = ()) -> None:
+            self._lane.submit(fn, *args, reads=(*reads, self._state), writes=writes)
+
+        def record(self) -> Event:
+            return self._lane.record()
+
+        def wait(self, event: Event) -> None:
+            self._lane.wait(event)
+
+    def declare(_: None, self: Executor, *args: Any) -> None:
+        self._device.copy = DeclaringLane(self._device.copy, self._state.last_token_tensor)
+
+    after(patch, Executor, "__init__", declare)
+
+
+# -- order -------------------------------------------------------------------------------
+
+
+def staged_late(patch: MonkeyPatch) -> None:
+    """The packet is changed after it was sent."""
+    staged: weakref.WeakKeyDictionary[Executor, TransferBlock] = weakref.WeakKeyDictionary()
+
+    def remember(block: TransferBlock, self: Executor, plan: StepPlan) -> None:
+        staged[self] = block
+
+    def write_late(_: object, self: Executor, plan: StepPlan) -> None:
+        read_packet(self._schema, staged[self].words).fields["token_ids"][:] = 7
+
+    after(patch, Executor, "_stage", remember)
+    after(patch, Executor, "submit", write_late)
+
+
+def staged_late_unfrozen(patch: MonkeyPatch) -> None:
+    """The same, and nothing freezes the packet."""
+    patch.setattr(TransferBlock, "freeze", lambda self: None)
+    staged_late(patch)
+
+
+def copy_does_not_wait(patch: MonkeyPatch) -> None:
+    """The copy lane does not wait for the step whose result it fetches."""
+    patch.setattr(SimLane, "wait", lambda self, event: None)
+
+
+def retired_too_early(patch: MonkeyPatch) -> None:
+    """The event that says that a step has retired is recorded before its forward."""
+
+    def swap(_: Event, lane: SimLane) -> None:
+        if lane.name == "compute" and len(lane._items) > 1:
+            lane._items[-1], lane._items[-2] = lane._items[-2], lane._items[-1]
+
+    after(patch, SimLane, "record", swap)
+
+
+def one_staging_block(patch: MonkeyPatch) -> None:
+    """No mutant: with a single block the staging ring has to wait for its fence in earnest."""
+
+    def shrink(_: None, self: Executor, *args: Any) -> None:
+        num_bytes = self._schema.num_bytes
+        self._staging = BlockRing(self._device, num_blocks=1, num_bytes=num_bytes)
+
+    after(patch, Executor, "__init__", shrink)
+
+
+def staging_has_no_fence(patch: MonkeyPatch) -> None:
+    """A ring hands out a block that its last user has not read yet."""
+
+    def forget_fence(ring: BlockRing) -> None:
+        ring._blocks[ring._next].fence = None
+
+    one_staging_block(patch)
+    before(patch, BlockRing, "acquire", forget_fence)
+
+
+def one_result_block(patch: MonkeyPatch) -> None:
+    """The ring of results is shorter than the steps in flight."""
+
+    def shrink(_: None, self: Executor, *args: Any) -> None:
+        num_bytes = self._results._blocks[0].host.numel()
+        self._results = BlockRing(self._device, num_blocks=1, num_bytes=num_bytes)
+
+    after(patch, Executor, "__init__", shrink)
+
+
+# -- memory given up too early -----------------------------------------------------------
+
+
+def released_in_flight(patch: MonkeyPatch) -> None:
+    """A sequence that ends gives up slot and pages though a step of it is in flight."""
+
+    def forget_inflight(self: Scheduler, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.FINISHING and not self._needs_readout(sequence):
+            sequence.num_inflight = 0
+
+    before(patch, Scheduler, "_settle", forget_inflight)
+
+
+def stale_handle_accepted(patch: MonkeyPatch) -> None:
+    """The same, and nobody looks at generations: a late token goes to the slot's next tenant."""
+    last: weakref.WeakKeyDictionary[SlotTable, dict[int, Sequence]] = weakref.WeakKeyDictionary()
+
+    def remember(self: SlotTable, sequence: Sequence) -> None:
+        last.setdefault(self, {})[sequence.slot] = sequence
+
+    def any_tenant(self: SlotTable, slot: int, generation: int) -> Sequence:
+        return self._tenants[slot] or last[self][slot]
+
+    before(patch, SlotTable, "release", remember)
+    patch.setattr(SlotTable, "tenant", any_tenant)
+    patch.setattr(batch, "check_handles", lambda *args: None)
+    patch.setattr(executor, "check_handles", lambda *args: None)
+    released_in_flight(patch)
+
+
+def tenant_not_sent(patch: MonkeyPatch) -> None:
+    """The device is not told of a slot's new tenant."""
+    patch.setattr(PlanBuilder, "add_tenant", lambda self, sequence: None)
+
+
+def retracted_in_flight(patch: MonkeyPatch) -> None:
+    """A retracted sequence gives up slot and pages though a step of it is in flight."""
+    original = Scheduler.retract_youngest
+
+    def retract(self: Scheduler) -> Sequence | None:
+        sequence = self._running.youngest
+        if sequence is not None:
+            sequence.num_inflight = 0
+        return original(self)
+
+    patch.setattr(Scheduler, "retract_youngest", retract)
+
+
+def pages_released_in_flight(patch: MonkeyPatch) -> None:
+    """A sequence that ends keeps its slot, but not its pages, until nothing is in flight."""
+    release = KVLedger.release
+
+    def release_pages(_: object, self: Scheduler, sequence: Sequence, reason: Any) -> None:
+        holding = sequence.holding
+        if holding is not None and sequence.num_inflight and not self._needs_readout(sequence):
+            release(self._ledger, holding)
+
+    def release_once(self: KVLedger, holding: Holding) -> None:
+        if holding.tables:
+            release(self, holding)
+
+    after(patch, Scheduler, "_decide_finish", release_pages)
+    patch.setattr(KVLedger, "release", release_once)
+
+
+# -- what is shared ----------------------------------------------------------------------
+
+
+def published_when_planned(patch: MonkeyPatch) -> None:
+    """A page is shared once its forward is planned, before it is known to have been computed."""
+
+    def publish(_: object, self: Scheduler, builder: Any, sequence: Sequence, budget: int) -> None:
+        if sequence.holding is not None and self._config.prefix_cache:
+            self._ledger.publish(sequence.holding, sequence.known_ids, sequence.planned_len)
+
+    after(patch, Scheduler, "_plan_chunk", publish)
+
+
+def published_with_last_token(patch: MonkeyPatch) -> None:
+    """A page is shared when its last token is sampled: its KV is computed one step later."""
+
+    def publish(self: Scheduler, sequence: Sequence) -> None:
+        holding = sequence.holding
+        if holding is not None and self._config.prefix_cache:
+            num_tokens = min(sequence.computed_len + 1, sequence.known_len, holding.capacity)
+            self._ledger.publish(holding, sequence.known_ids, num_tokens)
+
+    before(patch, Scheduler, "_settle", publish)
+
+
+# -- what is read ------------------------------------------------------------------------
+
+
+def padding_reads_strangers(patch: MonkeyPatch) -> None:
+    """Padded columns of a decode row read the tail of its last page, or anybody's memory."""
+
+    def decode_slots(rows: Any, state: Any, end_D: np.ndarray, page_size: int) -> Tensor:
+        if not len(end_D):
+            return torch.empty(0, 0, dtype=torch.int64)
+        longest = int(end_D.max())
+        pages_DP = state.page_table[rows.slot[: len(end_D)], : -(-longest // page_size)]
+        slots_DS = (pages_DP[:, :, None] * page_size + np.arange(page_size)).reshape(len(end_D), -1)
+        return torch.from_numpy(np.maximum(slots_DS[:, :longest], 0))
+
+    patch.setattr(batch, "_decode_slots", decode_slots)

@@ -1,0 +1,136 @@
+"""The loop answers everybody, whatever ends it."""
+
+import pytest
+
+from dovetail.core.mailbox import Inbox, Outbox
+from dovetail.errors import DeviceError, EngineClosed
+from dovetail.exec.pending import PendingStep
+from dovetail.sched.plan import StepPlan
+from dovetail.wire.control import Abort, Close
+from dovetail.wire.result import TokenEvent
+from tests.support.scripted import PagedFake, plain_config
+from tests.support.stepper import Stepper
+
+CONFIG = plain_config(depth=1)
+LETTERS = [bytes([97 + token_id % 26]) for token_id in range(32)]
+
+
+class Faulty:
+    """A device that fails where it is told to."""
+
+    def __init__(self, *, at_submit: int = -1, at_result: int = -1, at_close: bool = False) -> None:
+        self._device = PagedFake(num_slots=CONFIG.max_running, page_size=CONFIG.page_size)
+        self._at_submit, self._at_result, self._at_close = at_submit, at_result, at_close
+        self.num_closed = 0
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        if plan.step_id == self._at_submit:
+            raise DeviceError("lost the device")
+        pending = self._device.submit(plan)
+        return PendingStep(plan, lambda: self._collect(pending))
+
+    def _collect(self, pending: PendingStep):
+        if pending.plan.step_id == self._at_result:
+            raise ZeroDivisionError("a bug of ours")
+        return pending.result()
+
+    def close(self) -> None:
+        self.num_closed += 1
+        if self._at_close:
+            raise RuntimeError("the device does not even close")
+
+
+def running(device: Faulty) -> tuple[Stepper, list]:
+    """A loop with two requests, whose news go to the list."""
+    made, news = Stepper(CONFIG, device, token_bytes=LETTERS.__getitem__), []
+    for prompt in ([5, 6], [7, 8]):
+        request_id = made.add(prompt, max_new_tokens=5, ignore_eos=True)
+        made.outbox.open(request_id, lambda event, who=request_id: news.append((who, event)))
+    return made, news
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (Faulty(at_submit=2), "lost the device"),
+        (Faulty(at_result=2), "a bug of ours"),
+        (Faulty(at_submit=0), "lost the device"),
+    ],
+)
+def test_a_failure_reaches_every_client(device, words):
+    made, news = running(device)
+    made.loop.run()
+    last = dict(news)
+    assert set(last) == {0, 1}
+    for event in last.values():
+        assert isinstance(event, EngineClosed) and words in str(event)
+        assert event.__cause__ is not None
+    assert device.num_closed == 1
+    with pytest.raises(EngineClosed, match=words):
+        made.outbox.open(2, news.append)
+
+
+def test_clients_are_answered_though_the_device_fails_to_close():
+    made, news = running(Faulty(at_submit=2, at_close=True))
+    with pytest.raises(RuntimeError, match="does not even close"):
+        made.loop.run()
+    assert all(isinstance(event, EngineClosed) for event in dict(news).values())
+
+
+def test_close_aborts_what_is_open_and_ends():
+    made, news = running(Faulty())
+    made.inbox.put(Close())
+    made.loop.run()
+    assert [event.finish.type for event in dict(news).values()] == ["abort", "abort"]
+    assert made.ledger.stats().held == 0
+
+
+def test_who_comes_after_close_is_sent_away_at_once():
+    """Else clients that keep coming would keep a closing loop alive."""
+    made, news = running(Faulty())
+    for _ in range(3):
+        made.loop.step()
+    made.inbox.put(Close())
+    request_id = made.add([9], max_new_tokens=20, ignore_eos=True)
+    made.outbox.open(request_id, lambda event: news.append((request_id, event)))
+    made.loop.run()
+    last = dict(news)[request_id]
+    assert isinstance(last, TokenEvent)
+    assert (last.finish.type, last.usage.completion_tokens) == ("abort", 0)
+
+
+def test_a_closed_loop_ends_again_at_once():
+    made, _ = running(Faulty())
+    made.inbox.put(Close())
+    made.inbox.put(Close())
+    made.inbox.put(Abort(0))
+    made.loop.run()
+    assert made.loop.is_closing
+
+
+def test_messages_keep_their_order():
+    inbox = Inbox()
+    messages = [Abort(i) for i in range(5)]
+    for message in messages:
+        inbox.put(message)
+    assert inbox.take(wait=True) == messages
+    assert inbox.take(wait=False) == []
+
+
+def test_an_event_for_nobody_is_our_own_fault():
+    with pytest.raises(KeyError):
+        Outbox().put([TokenEvent(request_id=1, token_ids=(), logprobs=(), epochs=())])
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_depth_is_the_number_of_steps_in_flight(depth):
+    made = Stepper(
+        plain_config(depth=depth),
+        PagedFake(num_slots=4, page_size=4),
+        token_bytes=LETTERS.__getitem__,
+    )
+    made.add([5, 6], max_new_tokens=12, ignore_eos=True)
+    most = []
+    made.on_step = lambda _: most.append(len(made.loop.inflight))
+    made.run()
+    assert max(most) == depth

@@ -1,0 +1,158 @@
+"""Whatever plan is written into a packet is what the device reads, field by field."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from dovetail.errors import InvariantError
+from dovetail.exec.packet import PacketWriter, packet_schema, read_packet
+from dovetail.sched.plan import FROM_DEVICE, PageWrites, Rows, SlotWrites, StepPlan
+from tests.support.scripted import plain_config
+
+CONFIG = plain_config(context_len=32, page_size=4, chunk_size=8, max_running=4)
+SCHEMA = packet_schema(CONFIG)
+MAX_PAGES = CONFIG.max_pages_per_sequence + CONFIG.max_running
+ROW_FIELDS = Rows.__dataclass_fields__
+PAGE_FIELDS = PageWrites.__dataclass_fields__
+SLOT_FIELDS = SlotWrites.__dataclass_fields__
+SLOT_DTYPES = {"temperature": "f4", "top_p": "f4", "min_p": "f4", "seed": "u8"}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    """Any plan within the limits: the sizes are drawn, and the words are any bits."""
+    num_rows = draw(st.integers(0, CONFIG.max_running))
+    num_pages = draw(st.integers(0, MAX_PAGES))
+    num_slots = draw(st.integers(0, CONFIG.max_running))
+    num_tokens = draw(st.integers(0, CONFIG.max_step_tokens))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+
+    def bits(num: int, dtype: str = "i4") -> np.ndarray:
+        return np.frombuffer(rng.bytes(num * np.dtype(dtype).itemsize), dtype=dtype).copy()
+
+    rows = {name: bits(num_rows) for name in ROW_FIELDS}
+    rows["width"] = rng.integers(1, 4, num_rows, dtype=np.int32)
+    return StepPlan(
+        step_id=0,
+        epoch=0,
+        rows=Rows(**rows),
+        token_ids=bits(num_tokens),
+        page_writes=PageWrites(**{name: bits(num_pages) for name in PAGE_FIELDS}),
+        slot_writes=SlotWrites(
+            **{name: bits(num_slots, SLOT_DTYPES.get(name, "i4")) for name in SLOT_FIELDS}
+        ),
+    )
+
+
+def decode_plan(num_rows: int = 3) -> StepPlan:
+    """A steady step: decode rows, and nothing new."""
+    rows = {name: np.ones(num_rows, dtype=np.int32) for name in ROW_FIELDS}
+    rows |= {"slot": np.arange(num_rows, dtype=np.int32)}
+    rows |= {"start": np.full(num_rows, FROM_DEVICE, dtype=np.int32)}
+    empty = {name: np.zeros(0, dtype=SLOT_DTYPES.get(name, "i4")) for name in SLOT_FIELDS}
+    return StepPlan(
+        step_id=0,
+        epoch=0,
+        rows=Rows(**rows),
+        token_ids=np.zeros(0, dtype=np.int32),
+        page_writes=PageWrites(**{n: np.zeros(0, dtype=np.int32) for n in PAGE_FIELDS}),
+        slot_writes=SlotWrites(**empty),
+    )
+
+
+def block() -> np.ndarray:
+    """Fresh host memory: junk, as a ring hands it out."""
+    return np.full(SCHEMA.num_bytes // 4, -0x5A5A5A5B, dtype=np.int32)
+
+
+def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
+    return got.tobytes() == want.tobytes()  # NaN too
+
+
+@given(st.lists(plans(), min_size=1, max_size=4))
+def test_a_plan_is_read_as_it_was_written(written):
+    writer, known_rows = PacketWriter(SCHEMA), None
+    for plan in written:
+        words = block()
+        num_words = writer.write(plan, words)
+        words[num_words:] = 0x0BADBEEF  # what is not sent cannot be read
+        packet = read_packet(SCHEMA, words)
+        assert (packet.num_rows, packet.num_tokens) == (len(plan.rows), plan.num_tokens)
+        assert same_bits(packet.fields["token_ids"], plan.token_ids)
+        for name in PAGE_FIELDS:
+            assert same_bits(packet.fields[f"pages.{name}"], getattr(plan.page_writes, name))
+        for name in SLOT_FIELDS:
+            assert same_bits(packet.fields[f"slots.{name}"], getattr(plan.slot_writes, name))
+        if not packet.rows_unchanged:
+            known_rows = {name: packet.fields[f"rows.{name}"] for name in ROW_FIELDS}
+        assert known_rows is not None
+        for name in ROW_FIELDS:
+            assert same_bits(known_rows[name], getattr(plan.rows, name))
+
+
+@given(plans())
+def test_fields_are_aligned_and_do_not_overlap(plan):
+    words = block()
+    num_words = PacketWriter(SCHEMA).write(plan, words)
+    base = words.__array_interface__["data"][0]
+    spans = []
+    for field in read_packet(SCHEMA, words).fields.values():
+        if len(field):
+            start = field.__array_interface__["data"][0] - base
+            assert start % 16 == 0
+            spans.append((start, start + field.nbytes))
+    spans.sort()
+    ends = [SCHEMA.header_words * 4, *(end for _, end in spans)]
+    assert all(end <= start for end, (start, _) in zip(ends, spans, strict=False))
+    assert ends[-1] <= 4 * num_words <= SCHEMA.num_bytes
+
+
+def test_a_steady_decode_step_sends_its_header_alone():
+    writer = PacketWriter(SCHEMA)
+    assert writer.write(decode_plan(), block()) > SCHEMA.header_words
+    words = block()
+    assert writer.write(decode_plan(), words) == SCHEMA.header_words
+    packet = read_packet(SCHEMA, words)
+    assert packet.rows_unchanged and packet.num_rows == 3
+    assert not any(len(field) for field in packet.fields.values())
+
+
+def test_a_changed_row_is_sent_and_so_is_one_that_changes_back():
+    writer = PacketWriter(SCHEMA)
+    for num_rows in (3, 2, 3):
+        words = block()
+        writer.write(decode_plan(num_rows), words)
+        assert not read_packet(SCHEMA, words).rows_unchanged
+
+
+@pytest.mark.parametrize(
+    ("field", "too_many"),
+    [
+        ("rows", CONFIG.max_running + 1),
+        ("token_ids", CONFIG.max_step_tokens + 1),
+        ("page_writes", MAX_PAGES + 1),
+        ("slot_writes", CONFIG.max_running + 1),
+    ],
+)
+def test_a_plan_that_is_too_large_is_our_own_fault(field, too_many):
+    parts = {
+        "rows": Rows(**{n: np.ones(too_many, dtype=np.int32) for n in ROW_FIELDS}),
+        "token_ids": np.zeros(too_many, dtype=np.int32),
+        "page_writes": PageWrites(**{n: np.zeros(too_many, dtype=np.int32) for n in PAGE_FIELDS}),
+        "slot_writes": SlotWrites(
+            **{n: np.zeros(too_many, dtype=SLOT_DTYPES.get(n, "i4")) for n in SLOT_FIELDS}
+        ),
+    }
+    steady = decode_plan(1)
+    kept = {name: getattr(steady, name) for name in parts if name != field}
+    plan = StepPlan(step_id=0, epoch=0, **kept, **{field: parts[field]})
+    with pytest.raises(InvariantError, match=f"has {too_many}|has {2 * too_many}"):
+        PacketWriter(SCHEMA).write(plan, block())
+
+
+def test_plans_are_frozen():
+    plan = decode_plan()
+    for array in (plan.rows.slot, plan.token_ids, plan.page_writes.page, plan.slot_writes.seed):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0

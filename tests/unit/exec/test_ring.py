@@ -1,0 +1,76 @@
+"""A step owns its transfer block until it retires; nobody can touch it in between."""
+
+import numpy as np
+import pytest
+
+from dovetail.errors import InvariantError
+from dovetail.exec.device import CpuDevice
+from dovetail.exec.ring import BlockRing
+from dovetail.exec.sim import POISON_BYTE, SimDevice
+
+
+class Fence:
+    """An event that counts the waits."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+def test_blocks_come_round_in_turn():
+    ring = BlockRing(CpuDevice(), num_blocks=3, num_bytes=40)
+    seen = []
+    for _ in range(6):
+        block = ring.acquire()
+        seen.append(block)
+        ring.release(block)
+    assert seen[:3] == seen[3:] and len(set(map(id, seen))) == 3
+    assert len(seen[0].host) == len(seen[0].device) == 48  # whole 16-byte units
+    assert len(seen[0].words) == 12
+
+
+def test_a_block_still_in_use_is_never_handed_out():
+    ring = BlockRing(CpuDevice(), num_blocks=2, num_bytes=16)
+    first, _second = ring.acquire(), ring.acquire()
+    with pytest.raises(InvariantError, match="still in use"):
+        ring.acquire()
+    assert first.in_use
+
+
+def test_the_fence_of_the_last_user_is_waited_for_each_time():
+    ring, fence = BlockRing(CpuDevice(), num_blocks=1, num_bytes=16), Fence()
+    ring.release(ring.acquire(), fence=fence)
+    assert fence.num_waits == 0
+    block = ring.acquire()
+    assert fence.num_waits == 1
+    ring.release(block)
+    ring.acquire()
+    assert fence.num_waits == 1, "a block given back without a fence has none"
+
+
+def test_a_frozen_block_cannot_be_written_and_the_next_user_can():
+    ring = BlockRing(CpuDevice(), num_blocks=1, num_bytes=16)
+    block = ring.acquire()
+    words = block.words
+    words[0] = 7
+    block.freeze()
+    with pytest.raises(ValueError, match="read-only"):
+        words[0] = 8
+    ring.release(block)
+    assert ring.acquire().words.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        words[0] = 9  # the last user's view stays frozen
+
+
+def test_a_simulated_device_fills_returned_blocks_with_junk():
+    ring = BlockRing(SimDevice(seed=0), num_blocks=1, num_bytes=16)
+    block = ring.acquire()
+    block.host.zero_()
+    block.device.zero_()
+    ring.release(block)
+    assert (block.host.numpy() == POISON_BYTE).all(), "nobody reads it any more"
+    block = ring.acquire()
+    assert (block.device.numpy() == POISON_BYTE).all()
+    assert block.words.dtype == np.int32
