@@ -73,7 +73,8 @@ def refused(call: Callable[[], object], field: str) -> None:
         ("\udcff", "text"),
         ({"role": "user", "content": "hi"}, "prompts"),
         ([{"role": "user"}], "messages"),
-        ([1] * CONTEXT_LEN, "input_ids"),
+        ([1] * CONTEXT_LEN, "sampling_params.max_new_tokens"),
+        ([1] * (CONTEXT_LEN + 1), "input_ids"),
         ("x" * 100_000, "context length"),
     ],
 )
@@ -109,6 +110,7 @@ def test_one_wrong_prompt_stops_its_whole_batch_before_it_starts(engine):
         ("stop", "\ud800"),
         ("stop_token_ids", [None]),
         ("stop_token_ids", [2**31]),
+        ("stop_token_ids", [1] * 65),
     ],
 )
 def test_a_wrong_parameter(engine, field, value):
@@ -137,7 +139,7 @@ def test_extremes_that_are_legal(engine):
         {"min_p": 1e-300, "top_k": 1},
         {"sampling_seed": 2**64 - 1},
         {"stop": "\x00" * 1024},
-        {"stop_token_ids": list(range(320)), "ignore_eos": True},
+        {"stop_token_ids": list(range(8, 72)), "ignore_eos": True},
     ]
     params = [SamplingParams(**{"max_new_tokens": 5} | extreme) for extreme in extremes]
     params.append(SamplingParams(temperature=0, max_new_tokens=12))

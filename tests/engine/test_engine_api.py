@@ -108,12 +108,13 @@ def test_parameters_may_differ_by_prompt(engine):
 
 
 def test_on_finish_sees_each_generation_as_it_ends(counter):
-    seen: dict[int, Generation] = {}
+    seen: dict[int, list[Generation]] = {}
     lengths = [30, 1, 10]
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]
     out = counter.generate([[1], [2], [3]], params, on_finish=seen.__setitem__)
     assert list(seen) == [1, 2, 0], "the shortest ends first"
-    assert [seen[i] for i in range(3)] == out
+    assert [generation for i in range(3) for generation in seen[i]] == out
+    assert [len(generations) for generations in seen.values()] == [1, 1, 1]
 
 
 def test_the_reported_seed_draws_the_same_tokens_again(engine):
@@ -257,7 +258,7 @@ def test_async_answers_are_the_same(engine):
     prompts = ["text", PROMPT, CHAT, "more"]
     want = engine.generate(prompts, SEEDED)
 
-    async def ask() -> list[Generation]:
+    async def ask() -> list[list[Generation]]:
         return await asyncio.gather(*(engine.agenerate(p, SEEDED) for p in prompts))
 
     async def read(prompt) -> tuple[str, tuple[int, ...]]:
@@ -268,7 +269,9 @@ def test_async_answers_are_the_same(engine):
     async def read_all() -> list[tuple[str, tuple[int, ...]]]:
         return await asyncio.gather(*map(read, prompts))
 
-    assert ids(asyncio.run(ask())) == ids(want)
+    answers = asyncio.run(ask())
+    assert [len(generations) for generations in answers] == [1] * len(prompts)
+    assert ids([generation for (generation,) in answers]) == ids(want)
     assert asyncio.run(read_all()) == [(g.text, g.token_ids) for g in want]
 
 
@@ -291,7 +294,8 @@ def test_cancelling_a_task_aborts_its_request_alone(counter):
             task.cancel()
         cancelled = await asyncio.gather(*tasks, waiting, return_exceptions=True)
         assert all(isinstance(c, asyncio.CancelledError) for c in cancelled)
-        return await bystander
+        (generation,) = await bystander
+        return generation
 
     assert asyncio.run(main()).token_ids == tuple(range(8, 20))
 
@@ -343,7 +347,7 @@ def test_abort_of_what_is_not_there_is_no_news(engine):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_exception_within_generate_aborts_what_is_open(counter, error):
-    def interrupt(index: int, generation: Generation) -> None:
+    def interrupt(index: int, generations: list[Generation]) -> None:
         raise error
 
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (1, 390, 390)]
@@ -473,7 +477,7 @@ def test_a_failing_loop_leaves_nobody_waiting(fx_count_folder, lanes, monkeypatc
 
 def test_a_failure_on_a_lane_is_a_device_error(fx_count_folder, monkeypatch):
     engine = Engine(fx_count_folder, lanes="threaded")
-    monkeypatch.setattr(engine._loop.executor._model, "hidden", lambda context: 1 / 0)
+    monkeypatch.setattr(engine._loop.executor._runner._model, "hidden", lambda context: 1 / 0)
     (error,) = in_time(lambda: engine.generate([1], GREEDY))
     assert isinstance(error, EngineClosed) and "DeviceError" in str(error)
     in_time(engine.close)

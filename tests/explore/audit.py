@@ -136,7 +136,7 @@ class PoisonedPages:
     def __init__(self, executor: Executor, ledger: KVLedger) -> None:
         self._executor = executor
         self._ledger = ledger
-        executor._device.compute.submit(_spoil, executor._kv, None)
+        executor._device.compute.submit(_spoil, executor._runner._kv, None)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Spoil the plan's new pages, but those of a prefix hit, and pass it on."""
@@ -144,7 +144,7 @@ class PoisonedPages:
         if pages:
             size = self._ledger.page_size
             slots = [page * size + offset for page in sorted(pages) for offset in range(size)]
-            self._executor._device.compute.submit(_spoil, self._executor._kv, slots)
+            self._executor._device.compute.submit(_spoil, self._executor._runner._kv, slots)
         return self._executor.submit(plan)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 Each function here patches the engine and says which rule it breaks.
 """
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
+from dovetail.attention.paged import DecodeGroup
 from dovetail.cache.ledger import Holding, KVLedger
-from dovetail.exec import batch, executor
+from dovetail.exec import batch, executor, runner
 from dovetail.exec.device import Event, Lane
 from dovetail.exec.executor import Executor
 from dovetail.exec.packet import read_packet
-from dovetail.exec.readback import RESULT_WORDS, PayloadSlice
+from dovetail.exec.readback import RESULT_WORDS, PayloadLayout
 from dovetail.exec.ring import BlockRing, TransferBlock
+from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimLane
 from dovetail.sched.builder import PlanBuilder
 from dovetail.sched.plan import StepPlan, StepResult
@@ -57,19 +60,19 @@ def before(patch: MonkeyPatch, owner: Any, name: str, first: Callable[..., None]
 
 def result_is_a_view(patch: MonkeyPatch) -> None:
     """A StepResult holds the ring's memory instead of copies."""
+    original = executor.read_result
 
     def read_result(
-        plan: StepPlan, result_words: np.ndarray, *, max_rows: int, readouts: tuple
+        plan: StepPlan, result_words: np.ndarray, *args: Any, max_rows: int
     ) -> StepResult:
+        result = original(plan, result_words, *args, max_rows=max_rows)
         words = result_words[: RESULT_WORDS * max_rows].reshape(RESULT_WORDS, max_rows)
         words = words[:, : len(plan.rows)]
-        return StepResult(
-            step_id=plan.step_id,
+        return dataclasses.replace(
+            result,
             token_ids=words[0][:, None],
-            counts=plan.rows.samples,
             logprobs=words[1].view(np.float32)[:, None],
             status=words[2] * 0,  # a broken status would be found before the broken token
-            readouts=readouts,
         )
 
     patch.setattr(executor, "read_result", read_result)
@@ -77,35 +80,45 @@ def result_is_a_view(patch: MonkeyPatch) -> None:
 
 def readout_is_a_view(patch: MonkeyPatch) -> None:
     """A read-out is the payload ring's memory instead of a copy."""
+    original = executor.read_result
 
-    def read_payload(
-        plan: StepPlan, payload_words: np.ndarray, slices: tuple[PayloadSlice, ...], specs: Any
-    ) -> tuple[dict[str, np.ndarray], ...]:
-        data = payload_words.view(np.uint8)
-        return tuple(
-            {"tokens": data[item.offset : item.offset + item.num_bytes].view(np.int32)}
-            for item in slices
+    def read_result(
+        plan: StepPlan, words: np.ndarray, payload: Any, layout: PayloadLayout, **kwargs: Any
+    ) -> StepResult:
+        result = original(plan, words, payload, layout, **kwargs)
+        readouts = tuple(
+            {column: item.view(payload) for column, item in slices.items()}
+            for _, slices in layout.readouts
         )
+        return dataclasses.replace(result, readouts=readouts)
 
-    patch.setattr(executor, "read_payload", read_payload)
+    patch.setattr(executor, "read_result", read_result)
 
 
 def copy_lane_reads_state(patch: MonkeyPatch) -> None:
     """The copy lane takes the tokens from engine state, which the next step changes."""
+    drawn: weakref.WeakKeyDictionary[StepRunner, Any] = weakref.WeakKeyDictionary()
     sampled: weakref.WeakKeyDictionary[TransferBlock, Any] = weakref.WeakKeyDictionary()
     download = executor._download
 
-    def remember(_: None, self: Executor, rows: Any, hidden: Tensor, result: TransferBlock) -> None:
+    def remember_rows(_: Any, self: StepRunner, rows: Any, *args: Any) -> None:
         at = np.flatnonzero(rows.rows.samples)
-        sampled[result] = (self._state, rows.rows.slot[at].copy(), at)
+        drawn[self] = (self._state, rows.rows.slot[at].copy(), at)
 
-    def download_state(block: TransferBlock) -> None:
-        download(block)
+    def remember_block(
+        _: None, self: Executor, staged: Any, layout: Any, result: TransferBlock, payload: Any
+    ) -> None:
+        if self._runner in drawn:
+            sampled[result] = drawn.pop(self._runner)
+
+    def download_state(block: TransferBlock, num_bytes: int) -> None:
+        download(block, num_bytes)
         if block in sampled:
             state, slots, at = sampled.pop(block)
             block.host.numpy().view(np.int32)[at] = state.last_token[slots]
 
-    after(patch, Executor, "_sample", remember)
+    after(patch, StepRunner, "_draw", remember_rows)
+    after(patch, Executor, "_run", remember_block)
     patch.setattr(executor, "_download", download_state)
 
 
@@ -126,7 +139,7 @@ def copy_lane_declares_state(patch: MonkeyPatch) -> None:
             self._lane.wait(event)
 
     def declare(_: None, self: Executor, *args: Any) -> None:
-        self._device.copy = DeclaringLane(self._device.copy, self._state.last_token_tensor)
+        self._device.copy = DeclaringLane(self._device.copy, self._runner._state.last_token_tensor)
 
     after(patch, Executor, "__init__", declare)
 
@@ -206,7 +219,7 @@ def released_in_flight(patch: MonkeyPatch) -> None:
     """A sequence that ends gives up slot and pages though a step of it is in flight."""
 
     def forget_inflight(self: Scheduler, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.FINISHING and not self._needs_readout(sequence):
+        if sequence.state is SequenceState.FINISHING and not sequence.needs_readout:
             sequence.num_inflight = 0
 
     before(patch, Scheduler, "_settle", forget_inflight)
@@ -225,7 +238,7 @@ def stale_handle_accepted(patch: MonkeyPatch) -> None:
     before(patch, SlotTable, "release", remember)
     patch.setattr(SlotTable, "tenant", any_tenant)
     patch.setattr(batch, "check_handles", lambda *args: None)
-    patch.setattr(executor, "check_handles", lambda *args: None)
+    patch.setattr(runner, "check_handles", lambda *args: None)
     released_in_flight(patch)
 
 
@@ -236,15 +249,15 @@ def tenant_not_sent(patch: MonkeyPatch) -> None:
 
 def retracted_in_flight(patch: MonkeyPatch) -> None:
     """A retracted sequence gives up slot and pages though a step of it is in flight."""
-    original = Scheduler.retract_youngest
+    original = Scheduler.retract_last
 
     def retract(self: Scheduler) -> Sequence | None:
-        sequence = self._running.youngest
+        sequence = self._running.last
         if sequence is not None:
             sequence.num_inflight = 0
         return original(self)
 
-    patch.setattr(Scheduler, "retract_youngest", retract)
+    patch.setattr(Scheduler, "retract_last", retract)
 
 
 def pages_released_in_flight(patch: MonkeyPatch) -> None:
@@ -253,7 +266,7 @@ def pages_released_in_flight(patch: MonkeyPatch) -> None:
 
     def release_pages(_: object, self: Scheduler, sequence: Sequence, reason: Any) -> None:
         holding = sequence.holding
-        if holding is not None and sequence.num_inflight and not self._needs_readout(sequence):
+        if holding is not None and sequence.num_inflight and not sequence.needs_readout:
             release(self._ledger, holding)
 
     def release_once(self: KVLedger, holding: Holding) -> None:
@@ -280,13 +293,13 @@ def published_when_planned(patch: MonkeyPatch) -> None:
 def published_with_last_token(patch: MonkeyPatch) -> None:
     """A page is shared when its last token is sampled: its KV is computed one step later."""
 
-    def publish(self: Scheduler, sequence: Sequence) -> None:
+    def publish(_: object, self: Scheduler, sequence: Sequence, *args: Any) -> None:
         holding = sequence.holding
         if holding is not None and self._config.prefix_cache:
             num_tokens = min(sequence.computed_len + 1, sequence.known_len, holding.capacity)
             self._ledger.publish(holding, sequence.known_ids, num_tokens)
 
-    before(patch, Scheduler, "_settle", publish)
+    after(patch, Scheduler, "_commit_row", publish)
 
 
 # -- what is read ------------------------------------------------------------------------
@@ -295,12 +308,17 @@ def published_with_last_token(patch: MonkeyPatch) -> None:
 def padding_reads_strangers(patch: MonkeyPatch) -> None:
     """Padded columns of a decode row read the tail of its last page, or anybody's memory."""
 
-    def decode_slots(rows: Any, state: Any, end_D: np.ndarray, page_size: int) -> Tensor:
-        if not len(end_D):
-            return torch.empty(0, 0, dtype=torch.int64)
-        longest = int(end_D.max())
-        pages_DP = state.page_table[rows.slot[: len(end_D)], : -(-longest // page_size)]
-        slots_DS = (pages_DP[:, :, None] * page_size + np.arange(page_size)).reshape(len(end_D), -1)
-        return torch.from_numpy(np.maximum(slots_DS[:, :longest], 0))
+    def decode_group(
+        tokens_G: np.ndarray, slot_G: np.ndarray, end_G: np.ndarray, state: Any, page_size: int
+    ) -> DecodeGroup:
+        longest = int(end_G.max())
+        pages_GP = state.page_table[slot_G, : -(-longest // page_size)]
+        slots_GS = (pages_GP[:, :, None] * page_size + np.arange(page_size)).reshape(
+            len(slot_G), -1
+        )
+        slots_GS = np.maximum(slots_GS[:, :longest], 0)
+        return DecodeGroup(
+            torch.from_numpy(tokens_G), torch.from_numpy(slots_GS), torch.from_numpy(end_G)
+        )
 
-    patch.setattr(batch, "_decode_slots", decode_slots)
+    patch.setattr(batch, "_decode_group", decode_group)

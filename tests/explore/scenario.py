@@ -60,7 +60,7 @@ class Scenario:
         seed: where it comes from; also of the device.
         options: of the engine.
         jobs: the requests.
-        retractions: turns before which the youngest running sequence loses its memory.
+        retractions: turns before which the running sequence last in line loses its memory.
     """
 
     seed: int

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.exec.device import CpuDevice, InlineLane
 from dovetail.exec.executor import Executor
+from dovetail.wire.request import LogprobParams
 from tests.support.harness import Harness
 
 
@@ -59,11 +60,26 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "sampling_seed": 2**64 - 1},
     {"temperature": 0.0, "max_new_tokens": 0},
     {"temperature": 1.0, "stop": "\n", "stop_token_ids": (40,)},
+    {
+        "temperature": 1.0,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.1,
+        "logit_bias": {7: -5.0},
+        "min_new_tokens": 2,
+        "stop_token_ids": (41,),
+        "n": 2,
+        "logprobs": LogprobParams(logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(5,)),
+    },
+    {"temperature": 0.5, "top_k": 9, "logprobs": LogprobParams(kind="truncated")},
 ]
 
 
 def run_traffic(folder) -> DispatchWatch:
-    """Prefill, decode, retraction, abort, prefix hits, read-outs and all kinds of sampling."""
+    """Prefill, decode, retraction, abort, prefix hits, read-outs and all kinds of sampling.
+
+    Penalties, biases, prompt scores and several samples as well.
+    """
     watch = DispatchWatch()
     device = CpuDevice()
     device.compute, device.copy = WatchedLane(watch), WatchedLane(watch)
@@ -77,13 +93,14 @@ def run_traffic(folder) -> DispatchWatch:
                 harness.add(prompt, capture=("tokens",), **{"max_new_tokens": 7} | sampling)
             for _ in range(6):
                 harness.step()
-            harness.scheduler.retract_youngest()
+            harness.scheduler.retract_last()
             harness.step()
             harness.abort(len(SAMPLING) * turn + 1)
             harness.run()
         usages = [output.usage for output in harness.outputs.values() if output.usage]
         assert any(usage.num_retractions for usage in usages)
         assert any(usage.cached_tokens for usage in usages)
+        assert any(output.prompt_scores for output in harness.outputs.values())
         harness.close()
     return watch
 

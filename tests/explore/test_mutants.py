@@ -23,6 +23,7 @@ BAD_TOKEN = r"IndexError: index out of range"
 JUNK_RESULT = r"ValueError: .* is not a valid RowStatus"
 JUNK_PACKET = r"(ValueError|IndexError): "
 LOST_COUNT = r"AssertionError: $"
+LEFT_TWICE = r"KeyError: <dovetail\.sched\.sequence\.Sequence"
 STALE = r"InvariantError: (a plan names stale slots|slot .* is stale)"
 FREED = r"InvariantError: audit: step .* free"
 SHARED = r"InvariantError: audit: step .* writes shared"
@@ -70,7 +71,7 @@ MUTANTS = [
     Mutant(
         mutants.stale_handle_accepted,
         TOKENS,
-        f"{READOUT}|{LOST_COUNT}",
+        f"{READOUT}|{LOST_COUNT}|{LEFT_TWICE}",
         audited=False,
         fixed=OVERLAP | {"max_running": 2},
     ),

@@ -6,6 +6,7 @@ Imports no torch: what runs the plans is given.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -147,6 +148,11 @@ class Stepper:
             )
         )
         return request_id
+
+    def ask(self, prompt_token_ids: Sequence[int], **fields: Any) -> Output:
+        """Add a request, run until all have ended, and return its first generation."""
+        request_id = self.add(prompt_token_ids, **fields)
+        return self.run()[request_id]
 
     def _counted_plan(self) -> StepPlan | None:
         plan = self._plan()

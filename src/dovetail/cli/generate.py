@@ -194,9 +194,9 @@ def _print_replies(engine: Engine, bodies: list[GenerateBody], output: str | Non
 
 
 def _with_line(error: RequestError, path: str, numbers: list[int]) -> RequestError:
-    """Say in which line of the file the prompt is that ``Engine.generate`` refused."""
-    match = re.match(r"prompts\[(\d+)\]\.", str(error))
-    if match is None:  # a single prompt
+    """Say in which line of the file the body is that ``Engine.generate_bodies`` refused."""
+    match = re.match(r"bodies\[(\d+)\]\.", str(error))
+    if match is None:  # a single body
         return RequestError(f"{path} line {numbers[0]}", str(error))
     return RequestError(f"{path} line {numbers[int(match[1])]}", str(error)[match.end() :])
 

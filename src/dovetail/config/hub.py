@@ -30,7 +30,7 @@ def locate_model(model: str | None) -> tuple[Path, str]:
         ConfigError: the name needs ``huggingface_hub`` and it is not installed, or the model
             cannot be fetched and is not in the cache.
     """
-    if not model:
+    if model is None:  # an empty name, as an unset shell variable gives, is a mistake
         return EMBEDDED_MODEL, "default: the embedded tiny MoE"
     folder = Path(model).expanduser()
     if folder.exists() or _HUB_NAME.fullmatch(model) is None:

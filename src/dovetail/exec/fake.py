@@ -5,7 +5,7 @@ contract as the real executor and checks what a plan may not do.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ Script = Callable[[list[int]], int]
 @dataclass(slots=True)
 class _Slot:
     generation: int = 0
-    token_ids: list[int] | None = None
+    token_ids: list[int] = field(default_factory=list[int])
     kv_len: int = 0
 
 
@@ -88,7 +88,7 @@ class FakeExecutor:
     def _tenant(self, slot: int, generation: int) -> list[int]:
         if self._slots[slot].generation != generation:
             raise InvariantError(f"slot {slot} generation {generation} is stale")
-        return self._slots[slot].token_ids or []
+        return self._slots[slot].token_ids
 
     def _forward(self, plan: StepPlan) -> list[tuple[int, RowStatus]]:
         rows, uploaded, drawn = plan.rows, plan.token_ids.tolist(), []
@@ -109,12 +109,13 @@ class FakeExecutor:
                 hole = [-1] * (start - len(token_ids))
                 token_ids = token_ids[:start] + hole + uploaded[:width]
                 del uploaded[:width]
-                state.kv_len = start
+                state.token_ids, state.kv_len = token_ids, start
             state.kv_len += width
             if state.kv_len > bound:
                 raise InvariantError(f"slot {slot} writes past its pages")
             status = self._status(token_ids)
             token = self._script(token_ids) if samples else 0
-            state.token_ids = token_ids + [token] * samples
+            if samples:
+                token_ids.append(token)
             drawn.append((token, status if samples else RowStatus.OK))
         return drawn

@@ -87,9 +87,6 @@ def test_text_and_ids_agree_with_the_stream(capsys: Capture) -> None:
         (["KING", "--n", "2"], "--n: goes with --json or --prompts"),
         (["KING", "--top-logprobs-num", "2"], "--top-logprobs-num: goes with --json"),
         (["--chat", "--json"], "PROMPT: is missing"),
-        (["KING", "--prompts", "x"], "--prompts: goes without PROMPT"),
-        (["KING", "-o", "x"], "--output: goes with --prompts"),
-        ([], "PROMPT: is missing"),
         (["KING", "--model", "/no/folder"], "model: /no/folder/config.json does not exist"),
         (["KING", "--json", "--top-logprobs-num", "999"], "top_logprobs_num: is 999"),
     ],
@@ -117,10 +114,11 @@ def test_a_wrong_line_is_named(line: str, message: str, tmp_path: Path, capsys: 
     assert message in error_of(capsys, "--prompts", str(file))
 
 
-def test_a_wrong_value_names_its_body(tmp_path: Path, capsys: Capture) -> None:
+def test_a_wrong_value_names_its_line(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text('{"text": "a"}\n{"text": "a", "sampling_params": {"top_p": 2}}')
-    assert "bodies[1].sampling_params.top_p: is 2" in error_of(capsys, "--prompts", str(file))
+    words = f"{file} line 2: sampling_params.top_p: is 2"
+    assert words in error_of(capsys, "--prompts", str(file))
 
 
 def test_a_body_becomes_a_request_with_all_it_says() -> None:

@@ -146,15 +146,18 @@ def test_an_output_file(run, tmp_path):
 
 
 def test_what_a_line_leaves_open_comes_from_the_flags(tmp_path):
-    defaults = SamplingParams(temperature=0.5, top_k=7, stop=("x",))
+    flags = {"temperature": 0.5, "top_k": 7, "stop": ("x",)}
+    defaults = SamplingParams(**flags)
     file = file_of(
         tmp_path,
         {"text": "a", "sampling_params": {"temperature": 1.0, "stop": None}},
         {"text": "b"},
-        {"text": "c", "sampling_params": None},
+        {"text": "c", "sampling_params": None, "top_logprobs_num": 0, "return_logprob": False},
     )
-    bodies = read_bodies(Path(file), defaults)
+    bodies = read_bodies(Path(file), sampling=flags, others={"top_logprobs_num": 2})
     assert list(bodies) == [1, 2, 3]
+    assert [body.top_logprobs_num for body in bodies.values()] == [2, 2, 0]
+    assert [body.return_logprob for body in bodies.values()] == [True, True, False]
     assert bodies[1].sampling_params == SamplingParams(temperature=1.0, top_k=7)
     assert bodies[2].sampling_params == bodies[3].sampling_params == defaults
 
@@ -180,7 +183,7 @@ def test_what_a_line_leaves_open_comes_from_the_flags(tmp_path):
 def test_a_wrong_line_is_named_by_number_and_field(tmp_path, line, words):
     file = file_of(tmp_path, {"text": "fine"}, "", line)
     with pytest.raises(RequestError) as caught:
-        read_bodies(Path(file), SamplingParams())
+        read_bodies(Path(file), sampling={}, others={})
     assert caught.value.field == f"{file} line 3"
     assert words in str(caught.value)
 

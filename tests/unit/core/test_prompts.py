@@ -9,7 +9,8 @@ from dovetail.core.prompts import RequestMaker, prompt_of
 from dovetail.errors import RequestError
 from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
-from dovetail.wire.request import GenerateBody, Limits, SamplingParams
+from dovetail.wire.request import GenerateBody, SamplingParams
+from dovetail.wire.validate import Limits
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -93,7 +94,8 @@ def test_a_chat_is_rendered_and_one_chat_is_one_prompt(maker):
         ([{"content": "hi"}], "messages", "role"),
         ([CHAT, [{}]], "prompts[1].messages", "role"),
         ([*CHAT, "hi"], "prompts[0].input_ids", "not an integer"),
-        ("a" * 64, "input_ids", "context length of 64"),
+        ("a" * 64, "sampling_params.max_new_tokens", "fills the context length of 64"),
+        ("a" * 65, "input_ids", "context length of 64"),
     ],
 )
 def test_a_wrong_prompt_is_named(maker, prompts, field, words):

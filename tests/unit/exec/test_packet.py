@@ -7,7 +7,15 @@ from hypothesis import given
 
 from dovetail.errors import InvariantError
 from dovetail.exec.packet import PacketWriter, packet_schema, read_packet
-from dovetail.sched.plan import FROM_DEVICE, PageWrites, Rows, SlotWrites, StepPlan
+from dovetail.sched.plan import (
+    FROM_DEVICE,
+    MAX_BIASES,
+    PageWrites,
+    Rows,
+    SlotWrites,
+    StepPlan,
+    TokenWrites,
+)
 from tests.support.scripted import plain_config
 
 CONFIG = plain_config(context_len=32, page_size=4, chunk_size=8, max_running=4)
@@ -16,7 +24,18 @@ MAX_PAGES = CONFIG.max_pages_per_sequence + CONFIG.max_running
 ROW_FIELDS = Rows.__dataclass_fields__
 PAGE_FIELDS = PageWrites.__dataclass_fields__
 SLOT_FIELDS = SlotWrites.__dataclass_fields__
-SLOT_DTYPES = {"temperature": "f4", "top_p": "f4", "min_p": "f4", "seed": "u8"}
+TOKEN_FIELDS = TokenWrites.__dataclass_fields__
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+SLOT_DTYPES = dict.fromkeys(FLOATS, "f4") | {"seed": "u8"}
+TOKEN_DTYPES = {"value": "f4"}
+MAX_TOKEN_WRITES = 2 * MAX_BIASES
 
 
 @st.composite
@@ -26,6 +45,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
     num_pages = draw(st.integers(0, MAX_PAGES))
     num_slots = draw(st.integers(0, CONFIG.max_running))
     num_tokens = draw(st.integers(0, CONFIG.max_step_tokens))
+    num_token_writes = draw(st.sampled_from([0, 1, 5, MAX_TOKEN_WRITES]))
+    num_targets = draw(st.integers(0, CONFIG.max_step_tokens))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
 
     def bits(num: int, dtype: str = "i4") -> np.ndarray:
@@ -42,6 +63,17 @@ def plans(draw: st.DrawFn) -> StepPlan:
         slot_writes=SlotWrites(
             **{name: bits(num_slots, SLOT_DTYPES.get(name, "i4")) for name in SLOT_FIELDS}
         ),
+        token_writes=TokenWrites(
+            **{name: bits(num_token_writes, TOKEN_DTYPES.get(name, "i4")) for name in TOKEN_FIELDS}
+        ),
+        targets=bits(num_targets),
+    )
+
+
+def token_zeros(num: int = 0) -> TokenWrites:
+    """As many writes of zeros."""
+    return TokenWrites(
+        **{name: np.zeros(num, dtype=TOKEN_DTYPES.get(name, "i4")) for name in TOKEN_FIELDS}
     )
 
 
@@ -58,6 +90,7 @@ def decode_plan(num_rows: int = 3) -> StepPlan:
         token_ids=np.zeros(0, dtype=np.int32),
         page_writes=PageWrites(**{n: np.zeros(0, dtype=np.int32) for n in PAGE_FIELDS}),
         slot_writes=SlotWrites(**empty),
+        token_writes=token_zeros(),
     )
 
 
@@ -84,6 +117,9 @@ def test_a_plan_is_read_as_it_was_written(written):
             assert same_bits(packet.fields[f"pages.{name}"], getattr(plan.page_writes, name))
         for name in SLOT_FIELDS:
             assert same_bits(packet.fields[f"slots.{name}"], getattr(plan.slot_writes, name))
+        for name in TOKEN_FIELDS:
+            assert same_bits(packet.fields[f"tokens.{name}"], getattr(plan.token_writes, name))
+        assert same_bits(packet.fields["targets"], plan.targets)
         if not packet.rows_unchanged:
             known_rows = {name: packet.fields[f"rows.{name}"] for name in ROW_FIELDS}
         assert known_rows is not None
@@ -133,6 +169,8 @@ def test_a_changed_row_is_sent_and_so_is_one_that_changes_back():
         ("token_ids", CONFIG.max_step_tokens + 1),
         ("page_writes", MAX_PAGES + 1),
         ("slot_writes", CONFIG.max_running + 1),
+        ("token_writes", MAX_TOKEN_WRITES + 1),
+        ("targets", CONFIG.max_step_tokens + 1),
     ],
 )
 def test_a_plan_that_is_too_large_is_our_own_fault(field, too_many):
@@ -143,6 +181,8 @@ def test_a_plan_that_is_too_large_is_our_own_fault(field, too_many):
         "slot_writes": SlotWrites(
             **{n: np.zeros(too_many, dtype=SLOT_DTYPES.get(n, "i4")) for n in SLOT_FIELDS}
         ),
+        "token_writes": token_zeros(too_many),
+        "targets": np.zeros(too_many, dtype=np.int32),
     }
     steady = decode_plan(1)
     kept = {name: getattr(steady, name) for name in parts if name != field}
@@ -153,6 +193,14 @@ def test_a_plan_that_is_too_large_is_our_own_fault(field, too_many):
 
 def test_plans_are_frozen():
     plan = decode_plan()
-    for array in (plan.rows.slot, plan.token_ids, plan.page_writes.page, plan.slot_writes.seed):
+    arrays = (
+        plan.rows.slot,
+        plan.token_ids,
+        plan.page_writes.page,
+        plan.slot_writes.seed,
+        plan.token_writes.value,
+        plan.targets,
+    )
+    for array in arrays:
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0

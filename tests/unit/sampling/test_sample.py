@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from dovetail.kernels import api
 from dovetail.kernels.ref.sampling import gumbel_noise, philox4x32
+from dovetail.sched.plan import LogprobKindId
 from tests.support.noise import gumbel, random_words
 from tests.support.sampling import draw, log_softmax
 
@@ -29,13 +30,15 @@ class Row:
     seed: int = 0
     position: int = 1
     sample_index: int = 0
+    kind: str = "scaled"
 
 
 def sample(logits: np.ndarray, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Draw for all rows in one call of the op."""
     seeds = np.array([row.seed for row in rows], dtype=np.uint64).view(np.int64)
-    ids, logprobs, status = api.sample(
+    draws = api.sample(
         torch.from_numpy(logits),
+        raw_NV=torch.from_numpy(logits),
         temperature_N=torch.tensor([row.temperature for row in rows]),
         top_k_N=torch.tensor([max(row.top_k, 0) for row in rows]),
         top_p_N=torch.tensor([row.top_p for row in rows]),
@@ -43,8 +46,14 @@ def sample(logits: np.ndarray, rows: list[Row]) -> tuple[np.ndarray, np.ndarray,
         seed_N=torch.from_numpy(seeds),
         position_N=torch.tensor([row.position for row in rows]),
         sample_index_N=torch.tensor([row.sample_index for row in rows]),
+        logprob_kind_N=torch.tensor([LogprobKindId[row.kind.upper()] for row in rows]),
     )
-    return ids.numpy(), logprobs.numpy(), status.numpy()
+    is_good = draws.status_N == OK
+    drawn_N = draws.reported_NV.gather(1, draws.ids_N[:, None]).view(-1)
+    assert torch.equal((drawn_N - draws.log_total_N)[is_good], draws.logprobs_N[is_good])
+    log_total_N = torch.logsumexp(draws.reported_NV, dim=-1)
+    torch.testing.assert_close(log_total_N[is_good], draws.log_total_N[is_good])
+    return draws.ids_N.numpy(), draws.logprobs_N.numpy(), draws.status_N.numpy()
 
 
 rows = st.builds(
@@ -56,6 +65,7 @@ rows = st.builds(
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(1, 2**20),
     sample_index=st.integers(0, 7),
+    kind=st.sampled_from(["scaled", "scaled", "raw", "truncated"]),
 )
 
 
@@ -84,7 +94,8 @@ def test_every_row_gets_the_oracle_s_token(batch):
         tie = TIE * max(1.0, float(np.abs(logits[r]).max()) / (row.temperature or 1.0))
         if min(want.gap, want.border_gap) > tie or row.temperature == 0:
             assert ids[r] == want.token_id, row
-        if ids[r] == want.token_id:
+        is_support_sure = row.kind != "truncated" or want.support_gap > tie
+        if ids[r] == want.token_id and is_support_sure:
             assert logprobs[r] == pytest.approx(want.logprob, rel=1e-5, abs=max(1e-5, tie))
 
 

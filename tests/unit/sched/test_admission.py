@@ -71,7 +71,7 @@ def test_full_lengths_in_a_small_pool_cost_few_retractions(monkeypatch, num_page
     greedy, _ = run(no_end, max_new_tokens=100, num_pages=num_pages)
     assert num_retractions(greedy) >= 4 * max(learnt, 1)
     assert forwarded < greedy.num_forwarded
-    assert learnt_steps < 1.3 * greedy.num_steps
+    assert learnt_steps < 2 * greedy.num_steps  # the price: fewer run at once
 
 
 def test_one_that_needs_the_whole_pool_starts_alone():

@@ -15,9 +15,7 @@ each_shape = pytest.mark.parametrize(
 )
 
 
-def engine_of(
-    *, depth: int, page_size: int, chunk_size: int = CHUNK, **options: object
-) -> Stepper:
+def engine_of(*, depth: int, page_size: int, chunk_size: int = CHUNK, **options: object) -> Stepper:
     return scripted_engine(
         context_len=512,
         page_size=page_size,

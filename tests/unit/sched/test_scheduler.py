@@ -8,7 +8,7 @@ import pytest
 from dovetail.errors import InvariantError
 from dovetail.exec.fake import FakeExecutor
 from dovetail.sched.plan import FROM_DEVICE, PageWrites, RowStatus, SlotWrites, StepResult
-from dovetail.sched.queues import ArrivalQueue
+from dovetail.sched.queues import RankedQueue
 from dovetail.sched.sequence import Sequence
 from dovetail.sched.slots import SlotTable
 from dovetail.wire.request import Request, SamplingParams
@@ -41,7 +41,13 @@ def a_request(request_id: int = 1) -> Request:
 
 
 def a_sequence(arrival: int = 0) -> Sequence:
-    return Sequence(a_request(arrival), arrival=arrival, stop_matcher=None)
+    return Sequence(
+        a_request(arrival),
+        sample_index=0,
+        rank=(0, arrival),
+        eos_token_ids=frozenset(),
+        stop_matcher=None,
+    )
 
 
 # -- how a generation ends ------------------------------------------------------------------
@@ -144,7 +150,7 @@ def test_abort_of_what_waits_runs_or_is_retracted():
     made.abort(waiting)
     made.step()
     assert (made.outputs[waiting].finish.type, made.outputs[waiting].token_ids) == ("abort", [])
-    made.scheduler.retract_youngest()
+    made.scheduler.retract_last()
     made.step()
     made.abort(running)
     made.abort(running)
@@ -198,16 +204,16 @@ def test_a_stale_handle_is_an_error():
 
 
 def test_a_retracted_sequence_gets_its_old_place_in_the_queue():
-    queue, sequences = ArrivalQueue(), [a_sequence(arrival) for arrival in range(4)]
+    queue, sequences = RankedQueue(), [a_sequence(arrival) for arrival in range(4)]
     for arrival in (0, 2, 3, 1):
         queue.add(sequences[arrival])
     assert list(queue) == sequences
-    assert (queue.oldest, queue.youngest) == (sequences[0], sequences[3])
+    assert (queue.first(1), queue.last) == ([sequences[0]], sequences[3])
     queue.remove(sequences[2])
-    assert queue.pop_oldest() is sequences[0]
+    queue.remove(sequences[0])
     assert list(queue) == [sequences[1], sequences[3]]
     queue.add(sequences[0])
-    assert queue.oldest is sequences[0]
+    assert queue.first(1) == [sequences[0]]
 
 
 # -- the fake executor keeps the real one's contract ------------------------------------------
@@ -252,7 +258,7 @@ def test_a_result_of_another_step_is_an_error():
     scheduler, plan = first_plan()
     result = FakeExecutor(lambda ids: 9, num_slots=4).submit(plan).result()
     fields = {name: getattr(result, name) for name in StepResult.__dataclass_fields__}
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvariantError, match="step 0 is to be committed, not .* of step 5"):
         scheduler.commit(plan, StepResult(**fields | {"step_id": 5}))
 
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from dovetail.errors import RequestError
-from dovetail.wire.request import (
+from dovetail.wire.request import GenerateBody, SamplingParams
+from dovetail.wire.validate import (
     DEFAULT_MAX_NEW_TOKENS,
-    GenerateBody,
     Limits,
-    SamplingParams,
     validated_prompt,
     validated_sampling,
 )
@@ -67,7 +66,7 @@ def test_a_prompt_becomes_plain_ints(prompt):
         (b"bytes", "must be a list"),
         (None, "must be a list"),
         (5, "must be a list"),
-        ([1] * 300, "300 tokens and leaves no room for output in the context length of 300"),
+        ([1] * 301, "301 tokens, more than the context length of 300"),
     ],
 )
 def test_a_wrong_prompt_is_refused_and_says_where(prompt, words):
@@ -77,9 +76,18 @@ def test_a_wrong_prompt_is_refused_and_says_where(prompt, words):
     assert words in str(caught.value)
 
 
-def test_the_longest_prompt_leaves_room_for_one_token():
+def test_the_longest_prompt_to_go_on_from_leaves_room_for_one_token():
     assert len(validated_prompt([1] * 299, LIMITS)) == 299
     assert checked(299).max_new_tokens == 1
+
+
+def test_a_prompt_as_long_as_the_context_can_be_scored_and_nothing_else():
+    assert len(validated_prompt([1] * 300, LIMITS)) == 300
+    assert checked(300, max_new_tokens=0).max_new_tokens == 0
+    for asked in (None, 1):
+        with pytest.raises(RequestError, match="context length") as caught:
+            checked(300, max_new_tokens=asked)
+        assert caught.value.field == "sampling_params.max_new_tokens"
 
 
 # -- sampling parameters --------------------------------------------------------------------
@@ -134,6 +142,7 @@ def test_the_longest_prompt_leaves_room_for_one_token():
         ("stop_token_ids", (1, 100), "item 1 is 100; legal ids are 0 to 99"),
         ("stop_token_ids", (-1,), "item 0 is -1"),
         ("stop_token_ids", (None,), "got `null`"),
+        ("stop_token_ids", (1,) * 65, "has 65 ids; at most 64"),
         ("stop_token_ids", (2**70,), "legal ids are"),
         ("stop_token_ids", 5, "got `int`"),
         ("ignore_eos", 1, "got `int`"),
@@ -177,6 +186,7 @@ def test_only_sampling_params_will_do(value):
         ("stop", ()),
         ("stop_token_ids", ()),
         ("stop_token_ids", (0, 99)),
+        ("stop_token_ids", tuple(range(64))),
     ],
 )
 def test_the_ends_of_the_ranges_are_legal(field, value):

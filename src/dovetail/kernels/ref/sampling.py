@@ -183,12 +183,16 @@ def sample(
     best_N, ids_N = scores_NV.max(dim=-1)
     log_total_N = torch.logsumexp(reported_NV, dim=-1)
     logprobs_N = reported_NV.gather(1, ids_N[:, None]).view(-1) - log_total_N
-    status_N = torch.where(best_N == -torch.inf, STATUS_EMPTY_SUPPORT, STATUS_OK)
     is_finite_N = torch.isfinite(log_total_N) & ~torch.isnan(best_N)
+    status_N = torch.where(is_finite_N, STATUS_OK, STATUS_NON_FINITE)
+    is_empty_N = best_N == -torch.inf
+    if is_empty_N.any():  # whoever took the last token away, it was not the model
+        is_empty_N &= torch.isfinite(raw_NV.max(dim=-1).values)
+        status_N = torch.where(is_empty_N, STATUS_EMPTY_SUPPORT, status_N)
     return Draws(
         ids_N,
         logprobs_N,
-        torch.where(is_finite_N, status_N, STATUS_NON_FINITE),
+        status_N,
         reported_NV,
         log_total_N,
     )
