@@ -273,12 +273,18 @@ def test_no_folder_at_all(tmp_path, place):
         Engine(tmp_path / place)
 
 
-def test_a_sampling_nan_in_the_weights_ends_the_request_alone(fx_count_folder, tmp_path):
-    """A checkpoint in which one token poisons its sequence: others in the batch are served."""
-    folder = shutil.copytree(fx_count_folder, tmp_path / "model")
+def poisoned(folder: Path, copy: Path, token_id: int) -> Path:
+    """A checkpoint in which one token poisons its sequence."""
+    folder = shutil.copytree(folder, copy)
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.embed_tokens.weight"][50] = math.nan
+    tensors["model.embed_tokens.weight"][token_id] = math.nan
     save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_sampling_nan_in_the_weights_ends_the_request_alone(fx_count_folder, tmp_path):
+    """One token poisons its sequence: others in the batch are served."""
+    folder = poisoned(fx_count_folder, tmp_path / "model", 50)
     params = SamplingParams(temperature=0, max_new_tokens=12)
     with Engine(folder, page_size=4) as engine:
         for _ in range(3):
@@ -287,5 +293,32 @@ def test_a_sampling_nan_in_the_weights_ends_the_request_alone(fx_count_folder, t
             assert "not finite" in bad.finish_reason.message
             assert good.token_ids == GOLDEN_IDS
             assert late.finish_reason.type == "error" and late.token_ids == (46, 47, 48, 49, 50)
+        stats = engine.stats()
+        assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("chunk_size", [4, 6, 9])
+@pytest.mark.parametrize("name", ["fx_count", "fx_moe"])
+def test_a_nan_in_an_early_chunk_ends_the_request_and_is_not_shared(
+    request, tmp_path, name, chunk_size, depth
+):
+    """A chunk that samples nothing has a status too: pages with NaN would spoil who hits them."""
+    folder = poisoned(request.getfixturevalue(f"{name}_folder"), tmp_path / "model", 50)
+    params = SamplingParams(temperature=0, max_new_tokens=12)
+    prompt = [*range(1, 6), 50, *range(6, 30)]
+    with Engine(folder, page_size=4, chunk_size=chunk_size, depth=depth) as engine:
+        (alone,) = engine.generate([[7]], params)
+        for _ in range(2):
+            bad, good = engine.generate([prompt, [7]], params)
+            assert bad.finish_reason.type == "error" and bad.token_ids == ()
+            assert "not finite" in bad.finish_reason.message
+            assert good.token_ids == alone.token_ids != ()
+            assert good.finish_reason == alone.finish_reason
+            num_good = 5 // chunk_size * chunk_size  # tokens of chunks before that of the NaN
+            shared = engine.ledger.match_len(b"", prompt, max_cached=len(prompt))
+            assert shared == num_good // 4 * 4
+        (scored,) = engine.generate([prompt], SamplingParams(max_new_tokens=0))
+        assert scored.finish_reason.type == "error"
         stats = engine.stats()
         assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages

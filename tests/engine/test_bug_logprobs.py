@@ -121,7 +121,7 @@ def test_b53_a_stream_has_as_many_logprobs_as_ids(engine):
     [
         ({"top_k": 1}, LogprobParams(kind="truncated", top_logprobs_num=20)),
         ({"top_k": 1}, LogprobParams(logprob_start_len=0, top_logprobs_num=20)),
-        ({"logit_bias": {i: -100.0 for i in range(500)}}, TOP),
+        ({"logit_bias": dict.fromkeys(range(500), -100.0)}, TOP),
         ({"min_new_tokens": 4, "stop_token_ids": (1, 2, 3)}, TOP),
         ({"top_p": 1e-6, "temperature": 1e-4}, LogprobParams(kind="truncated", top_logprobs_num=3)),
         ({"temperature": 1e4}, TOP),

@@ -52,7 +52,7 @@ def test_b11_b13_b63_rows_and_logprobs_survive_retraction(llama_folder, llama_or
             harness.add(prompt, capture=("tokens",), logprobs=TOP, sampling_seed=seed, **params)
         harness.run()
     retractions = sum(o.usage.num_retractions for o in small.all_outputs)
-    assert retractions >= 12, retractions
+    assert retractions >= 8, retractions
     for seed, prompt in enumerate(asked):
         got, want = small.outputs[seed], large.outputs[seed]
         check_lens(got, prompt)
@@ -184,7 +184,7 @@ def test_b69_many_prompts_are_chunked_at_once(llama_folder, llama_oracle, prefix
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0}])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_b71_prompt_and_partial_output_continue_the_output(llama_folder, params, page_size):
-    """sglang-jax #580: extend and decode disagreed. Holds when sampled, too: noise has positions."""
+    """sglang-jax #580: extend and decode disagreed. Noise has positions, so samples go on too."""
     harness = engine_of(llama_folder, page_size=page_size)
     prompt, *_ = prompts(1, 20, 20, seed=6)
     params = params | {"sampling_seed": 8, "ignore_eos": True}

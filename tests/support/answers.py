@@ -111,8 +111,9 @@ def check_prompt_scores(
         if got is None:
             return
     tol = 1e-4 / min(params.get("temperature") or 1.0, 1.0)
-    positions = range(first, first + len(rows))
-    assert_logprobs(got.logprobs, [row[prompt[p]] for row, p in zip(rows, positions)], tol)
+    known = prompt[first : first + len(rows)]
+    wanted = [row[token] for row, token in zip(rows, known, strict=True)]
+    assert_logprobs(got.logprobs, wanted, tol)
     if asked.top_logprobs_num:
         for ids, values, row in zip(got.top_ids, got.top_logprobs, rows, strict=True):
             assert_top(ids, values, row, num_top=asked.top_logprobs_num, tol=tol)

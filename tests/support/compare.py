@@ -82,9 +82,10 @@ def assert_follows(
         scaled = noise * _noise_scale(want)
         gap, border, router = want.gaps[at], want.border_gaps[at], want.router_gaps[at]
         assert gap < scaled or border < scaled or router < router_noise, (
-            f"{_heading(context)}token {at} (position {len(want.prompt_ids) + at}) is {got_ids[at]} "
-            f"instead of {want.token_ids[at]}, and no tie: score gap {gap:.3g}, border gap "
-            f"{border:.3g} (noise {scaled:.3g}), router gap {router:.3g} (noise {router_noise:.3g})\n"
+            f"{_heading(context)}token {at} (position {len(want.prompt_ids) + at}) is "
+            f"{got_ids[at]} instead of {want.token_ids[at]}, and no tie: score gap {gap:.3g}, "
+            f"border gap {border:.3g} (noise {scaled:.3g}), router gap {router:.3g} "
+            f"(noise {router_noise:.3g})\n"
             f"  got  {_window(tuple(got_ids), at)}\n  want {_window(want.token_ids, at)}"
         )
     return different

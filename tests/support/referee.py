@@ -32,6 +32,7 @@ from tests.support.scripted import (
 from tests.support.stepper import Output, Stepper
 
 CONTEXT_LEN = 40
+NOTHING_ASKED = LogprobParams()
 TOKEN_BYTES = [b"ab"[i % 2 : i % 2 + 1] * (i % 3) + b"xyz"[i % 5 : i % 5 + 1] for i in range(32)]
 COLUMNS = {"tokens": ColumnSpec(np.dtype(np.int32), ())}
 
@@ -48,7 +49,7 @@ class Job:
     arrives_at: int = 0
     aborted_after: int | None = None
     captures: bool = False
-    logprobs: LogprobParams = LogprobParams()
+    logprobs: LogprobParams = NOTHING_ASKED
     group: str | None = None
     priority: int = 0
 

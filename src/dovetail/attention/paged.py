@@ -22,7 +22,8 @@ class DecodeGroup:
     """Decode rows that attend in one call.
 
     Attributes:
-        tokens_D: int64 [D], index of each row's token within the step.
+        tokens_D: int64 [D], index of each row's token within the step; 0, 1, ... if this is the
+            only group.
         kv_slots_DS: int64 [D, S], cache slots of each row, padded to the longest.
         len_D: int64 [D], real length of each.
     """
@@ -78,22 +79,35 @@ class PagedAttention:
         rows, k_cache, v_cache = self._rows, self._k_cache[layer], self._v_cache[layer]
         api.write_kv(k_cache, rows.kv_slots_T, k_TKD)
         api.write_kv(v_cache, rows.kv_slots_T, v_TKD)
+        if len(rows.decode_groups) == 1 and not rows.prefill_rows:
+            return self._decode(q_THD, rows.decode_groups[0], k_cache, v_cache, self._biases[0])
         out_THD = torch.empty_like(q_THD)
         for group, bias_D11S in zip(rows.decode_groups, self._biases, strict=True):
-            out_DHD = api.decode_attention(
-                q_THD.index_select(0, group.tokens_D),
-                k_cache,
-                v_cache,
-                kv_slots_RS=group.kv_slots_DS,
-                bias_R11S=bias_D11S,
-                scratch=self._scratch,
-            )
+            q_DHD = q_THD.index_select(0, group.tokens_D)
+            out_DHD = self._decode(q_DHD, group, k_cache, v_cache, bias_D11S)
             out_THD.index_copy_(0, group.tokens_D, out_DHD)
         for begin, end, kv_slots_S in rows.prefill_rows:
             out_THD[begin:end] = api.prefill_attention(
                 q_THD[begin:end], k_cache, v_cache, kv_slots_S=kv_slots_S
             )
         return out_THD
+
+    def _decode(
+        self,
+        q_DHD: Tensor,
+        group: DecodeGroup,
+        k_cache_CKD: Tensor,
+        v_cache_CKD: Tensor,
+        bias_D11S: Tensor,
+    ) -> Tensor:
+        return api.decode_attention(
+            q_DHD,
+            k_cache_CKD,
+            v_cache_CKD,
+            kv_slots_RS=group.kv_slots_DS,
+            bias_R11S=bias_D11S,
+            scratch=self._scratch,
+        )
 
 
 def _padding_bias(group: DecodeGroup, dtype: torch.dtype) -> Tensor:

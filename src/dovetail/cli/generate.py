@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -80,9 +80,9 @@ def _run(args: argparse.Namespace) -> int:
         bodies = read_bodies(
             Path(args.prompts), sampling=sampling_fields(args), others=logprob_fields(args)
         )
-        with open_engine(engine_options(args)) as engine:
+        with _open_output(args.output) as file, open_engine(engine_options(args)) as engine:
             try:
-                return _print_replies(engine, list(bodies.values()), args.output)
+                return _print_replies(engine, list(bodies.values()), file)
             except RequestError as error:
                 raise _with_line(error, args.prompts, list(bodies)) from None
     if args.output is not None:
@@ -117,7 +117,7 @@ def _run_json(args: argparse.Namespace) -> int:
         return_logprob=True,
     )
     with open_engine(engine_options(args)) as engine:
-        return _print_replies(engine, [body], None)
+        return _print_replies(engine, [body], sys.stdout)
 
 
 def _text_of(args: argparse.Namespace) -> str | None:
@@ -169,9 +169,9 @@ def read_bodies(
     return bodies
 
 
-def _print_replies(engine: Engine, bodies: list[GenerateBody], output: str | None) -> int:
+def _print_replies(engine: Engine, bodies: list[GenerateBody], file: TextIO) -> int:
     """Print a line a generation, in the order of the bodies."""
-    with _open_output(output) as file, progress_bar() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("generating", total=len(bodies))
         waiting: dict[int, list[Generation]] = {}
         next_index = 0
@@ -180,6 +180,8 @@ def _print_replies(engine: Engine, bodies: list[GenerateBody], output: str | Non
             nonlocal next_index
             progress.advance(task)
             waiting[index] = generations
+            if next_index == 0 and 0 in waiting:
+                _empty(file)
             while next_index in waiting:
                 body = bodies[next_index]
                 label = body.rid if body.rid is not None else str(next_index)
@@ -229,12 +231,20 @@ def _talk(engine: Engine, params: SamplingParams) -> int:
 
 @contextmanager
 def _open_output(path: str | None) -> Iterator[TextIO]:
+    """Open the file, if there is one, and keep what it holds: the run may be refused yet."""
     if path is None:
         yield sys.stdout
         return
     try:
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed below
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed below
     except OSError as error:
         raise RequestError("--output", f"cannot write {path}: {error.strerror}") from None
     with file:
         yield file
+
+
+def _empty(file: TextIO) -> None:
+    """Drop what a file of ``_open_output`` held before."""
+    if file is not sys.stdout:
+        with suppress(OSError):  # a device or a pipe holds nothing
+            file.truncate(0)

@@ -14,6 +14,9 @@ from dovetail.config.payload import readout_bytes, sample_score_bytes
 from dovetail.config.schema import DTypeName, EngineConfig, EngineOptions
 from dovetail.errors import ConfigError
 
+MAX_CHUNK_SIZE = 2**20
+"""Buffers hold a whole chunk, whether or not one ever comes."""
+
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 _UNITS = {
     "": 1,
@@ -60,12 +63,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     num_pages = _decide_num_pages(options, model, dtype, context_len, reasons)
     depth = 1 if options.depth is None else options.depth
     reasons["depth"] = "default: overlap" if options.depth is None else "given"
-    chunk_size = context_len if options.chunk_size == -1 else options.chunk_size
-    reasons["chunk_size"] = (
-        "given as -1: a whole context"
-        if options.chunk_size == -1
-        else _given(options, "chunk_size")
-    )
+    chunk_size = _decide_chunk_size(options, context_len, reasons)
     reasons["max_step_tokens"] = "chunk_size + max_running: a chunk beside a full decode batch"
     for name in ("device", "page_size", "max_running", "policy", "prefix_cache", "lanes"):
         reasons[name] = _given(options, name)
@@ -129,6 +127,10 @@ def _check_ranges(options: EngineOptions) -> None:
         raise ConfigError(
             "chunk_size", f"is {options.chunk_size}; give at least 1, or -1 for no limit"
         )
+    if options.chunk_size > MAX_CHUNK_SIZE:
+        raise ConfigError(
+            "chunk_size", f"is {options.chunk_size}; give at most {MAX_CHUNK_SIZE}, or -1"
+        )
 
 
 def _decide_dtype(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> DTypeName:
@@ -175,6 +177,17 @@ def _decide_windowed_context_len(
         )
     reasons["context_len"] = "given; within the model's sliding_window"
     return options.context_len
+
+
+def _decide_chunk_size(options: EngineOptions, context_len: int, reasons: dict[str, str]) -> int:
+    if options.chunk_size != -1:
+        reasons["chunk_size"] = _given(options, "chunk_size")
+        return options.chunk_size
+    if context_len > MAX_CHUNK_SIZE:
+        reasons["chunk_size"] = "given as -1: the largest chunk, which is less than a context"
+        return MAX_CHUNK_SIZE
+    reasons["chunk_size"] = "given as -1: a whole context"
+    return context_len
 
 
 def _decide_payload_bytes(options: EngineOptions, context_len: int, reasons: dict[str, str]) -> int:

@@ -30,7 +30,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         num_pages: the KV pool in pages; wins over ``kv_memory``.
         context_len: most tokens of prompt and output together; None is the model's.
         max_running: most sequences that run at once.
-        chunk_size: most prompt tokens forwarded in a step; -1 is no limit.
+        chunk_size: most prompt tokens forwarded in a step, up to 1048576; -1 is no limit.
         policy: who of the waiting starts first: ``fcfs`` (first come, first served),
             ``priority`` (higher first), ``longest-prefix`` (most of its prompt cached first).
         prefix_cache: share computed prefixes between requests.

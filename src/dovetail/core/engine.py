@@ -24,7 +24,7 @@ from dovetail.core.loop import EngineLoop
 from dovetail.core.mailbox import Deliver, Inbox, Outbox
 from dovetail.core.prompts import Prompt, RequestMaker
 from dovetail.dist.comm import LocalComm
-from dovetail.errors import EngineError
+from dovetail.errors import EngineError, RequestError
 from dovetail.exec.device import CpuDevice, Device, ThreadedCpuDevice
 from dovetail.exec.executor import Executor
 from dovetail.models.registry import build_model
@@ -309,6 +309,8 @@ class Engine:
 
     def abort_group(self, group: str) -> None:
         """End all open requests that carry this label."""
+        if type(group) is not str:
+            raise RequestError("group", f"is {group!r}; give a text")
         self._inbox.put(AbortGroup(group))
 
     def stats(self) -> EngineStats:

@@ -99,6 +99,8 @@ class RequestMaker:
                 raise RequestError(
                     "capture", f"{name!r} is no column of this engine; it has {known}"
                 )
+        if group is not None and type(group) is not str:
+            raise RequestError("group", f"is {group!r}; give a text")
         if type(priority) is not int or not -(2**31) <= priority < 2**31:
             raise RequestError("priority", f"is {priority!r}; give an integer of 32 bits")
         seed = sampling.sampling_seed

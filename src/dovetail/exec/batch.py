@@ -180,8 +180,14 @@ def sequence_slots(state: DeviceState, slot: int, num_tokens: int, page_size: in
 def _decode_groups(
     slot_D: Ints, end_R: Ints, state: DeviceState, page_size: int
 ) -> tuple[DecodeGroup, ...]:
-    """Sort the decode rows by length and cut them into groups, so that little is padded."""
-    order_D = np.argsort(end_R[: len(slot_D)], kind="stable")
+    """Sort the decode rows by length and cut them into groups, so that little is padded.
+
+    Few rows are one group, in their own order.
+    """
+    if len(slot_D) <= GROUP_ROWS:
+        order_D = np.arange(len(slot_D))
+    else:
+        order_D = np.argsort(end_R[: len(slot_D)], kind="stable")
     return tuple(
         _decode_group(tokens_G, slot_D[tokens_G], end_R[tokens_G], state, page_size)
         for tokens_G in (order_D[i : i + GROUP_ROWS] for i in range(0, len(slot_D), GROUP_ROWS))

@@ -6,6 +6,8 @@ work of the compute lane, so in order. Must not know lanes, rings or the host's 
 Shape legend: T tokens, R rows, N rows that sample, M model dim, V vocabulary.
 """
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,7 +32,7 @@ from dovetail.kernels import api
 from dovetail.kernels.scratch import Scratch
 from dovetail.models.causal_lm import CausalLM
 from dovetail.sampling.sampler import History, draw
-from dovetail.sched.plan import LogprobKindId
+from dovetail.sched.plan import LogprobKindId, RowStatus
 
 HEAD_BLOCK = 64
 """Rows of hidden states that become logits at once when a prompt is scored: logits of a whole
@@ -93,6 +95,7 @@ class StepRunner:
         )
         self._state.kv_len[batch.rows.slot] = batch.end_R
         draws, draw_of_row = self._draw(batch, hidden_TM, result)
+        self._mark_spoilt_rows(batch, hidden_TM, result)
         if payload is not None:
             targets = torch.from_numpy(packet.fields["targets"].astype(np.int64))
             self._write_scores(batch, hidden_TM, layout, payload, targets, draws, draw_of_row)
@@ -105,7 +108,7 @@ class StepRunner:
         Returns:
             The draws, and for each row the index of its draw.
         """
-        packed = result[: RESULT_WORDS * self._config.max_running].reshape(RESULT_WORDS, -1)
+        packed = self._packed(result)
         packed[:, : len(batch.rows.slot)] = 0
         rows = np.flatnonzero(batch.rows.samples)
         draw_of_row = np.cumsum(batch.rows.samples) - 1
@@ -125,6 +128,24 @@ class StepRunner:
         packed[1, rows] = draws.logprobs_N.numpy().view(np.int32)
         packed[2, rows] = draws.status_N.numpy()
         return draws, draw_of_row
+
+    def _mark_spoilt_rows(
+        self, batch: DeviceBatch, hidden_TM: Tensor, result: NDArray[np.int32]
+    ) -> None:
+        """Give each row whose hidden states are not finite its status, so that it is not shared.
+
+        Rows that sample nothing, too.
+        """
+        # What is not finite shows in the sum. One that overflows costs a closer look, no more.
+        if math.isfinite(hidden_TM.sum(dtype=torch.float32)):
+            return
+        is_spoilt_T = ~torch.isfinite(hidden_TM).all(dim=-1).numpy()
+        is_spoilt_R = np.logical_or.reduceat(is_spoilt_T, batch.first_token_R)
+        self._packed(result)[2, np.flatnonzero(is_spoilt_R)] = RowStatus.NON_FINITE
+
+    def _packed(self, result: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the result block as a table, a row of it a word."""
+        return result[: RESULT_WORDS * self._config.max_running].reshape(RESULT_WORDS, -1)
 
     def _history(
         self, slots: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]

@@ -50,6 +50,26 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return norm.add_rms_norm(x, residual, weight, eps)
 
 
+def qk_norm(
+    qk_TGD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, *, num_heads: int, eps: float
+) -> Tensor:
+    """RMS-normalise each head of q and of k, all in one tensor (Qwen3, arXiv 2505.09388).
+
+    Computed in float32, rounded before and after the weight.
+
+    Args:
+        qk_TGD: G = H + K heads, the H query heads first.
+        q_weight_D: weight of the query heads.
+        k_weight_D: weight of the KV heads.
+        num_heads: H.
+        eps: see ``rms_norm``.
+
+    Returns:
+        [T, G, D].
+    """
+    return norm.qk_norm(qk_TGD, q_weight_D, k_weight_D, num_heads=num_heads, eps=eps)
+
+
 def rotary(
     q_THD: Tensor, k_TKD: Tensor, cos_sin_P2D: Tensor, positions_T: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -240,6 +260,18 @@ def add_bias(logits_NV: Tensor, *, row_B: Tensor, token_B: Tensor, value_B: Tens
         [N, V].
     """
     return sampling.add_bias(logits_NV, row_B=row_B, token_B=token_B, value_B=value_B)
+
+
+def sample_greedy(logits_NV: Tensor) -> Draws:
+    """Take each row's largest logit; what ``sample`` does if every temperature is 0.
+
+    Args:
+        logits_NV: float32, penalties and biases applied.
+
+    Returns:
+        See ``Draws``; logprobs are the log-softmax of ``logits_NV``.
+    """
+    return sampling.sample_greedy(logits_NV)
 
 
 def sample(

@@ -3,13 +3,14 @@
 Owns the parameters. Where keys and values are stored, and who attends to whom, is the business of
 the step's ``StepAttention``, which also applies the softmax scale ``head_dim ** -0.5``.
 
-Shape legend: T tokens, H query heads, K KV heads, D head dim, M model dim.
+Shape legend: T tokens, H query heads, K KV heads, G = H + K, D head dim, M model dim.
 """
 
 from torch import Tensor, nn
 
 from dovetail.attention.backend import ForwardContext
 from dovetail.config.model import ModelConfig
+from dovetail.kernels import api as kernels
 from dovetail.layers.basic import RmsNorm
 from dovetail.layers.linear import ColumnLinear, RowLinear
 from dovetail.layers.rotary import Rotary
@@ -39,9 +40,16 @@ class Attention(nn.Module):
         """[T, M] -> [T, M]."""
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         qkv = self.qkv_proj(x_TM).view(-1, sum(heads), self.head_dim)
-        q_THD, k_TKD, v_TKD = qkv.split_with_sizes(heads, dim=1)
+        qk_TGD, v_TKD = qkv.split_with_sizes((heads[0] + heads[1], heads[2]), dim=1)
         if self.q_norm and self.k_norm:
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+            qk_TGD = kernels.qk_norm(
+                qk_TGD,
+                self.q_norm.weight,
+                self.k_norm.weight,
+                num_heads=self.num_heads,
+                eps=self.q_norm.eps,
+            )
+        q_THD, k_TKD = qk_TGD.split_with_sizes(heads[:2], dim=1)
         q_THD, k_TKD = self.rotary(q_THD, k_TKD, ctx.positions)
         out_THD = ctx.attention.attend(self.layer_idx, q_THD, k_TKD, v_TKD)
         return self.o_proj(out_THD.flatten(1))

@@ -83,6 +83,8 @@ def draw(
         processed_NV = api.add_bias(
             processed_NV, row_B=biases.row_B, token_B=biases.token_B, value_B=biases.value_B
         )
+    if not params["temperature"].any() and not params["logprob_kind"].any():
+        return api.sample_greedy(processed_NV)
     return api.sample(
         processed_NV,
         raw_NV=logits_NV,

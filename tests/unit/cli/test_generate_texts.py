@@ -145,6 +145,25 @@ def test_an_output_file(run, tmp_path):
     assert [reply["text"] for reply in jsonl(out.read_text("utf-8"))] == ["23456"]
 
 
+def test_an_output_file_is_written_anew(run, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("old\n" * 1000)
+    done = run("--prompts", file_of(tmp_path, {"text": "1"}, {"text": "a"}), "-o", str(out))
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert [reply["text"] for reply in jsonl(out.read_text("utf-8"))] == ["23456", "bcdef"]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"input_ids": [320]}', '{"text": ""}', '{"heat": 1}', '{"text": "a"']
+)
+def test_a_run_that_is_refused_leaves_the_output_file_alone(run, tmp_path, line):
+    out = tmp_path / "out.jsonl"
+    out.write_text("old\n")
+    done = run("--prompts", file_of(tmp_path, {"text": "fine"}, line), "-o", str(out))
+    assert done.code == 2 and "line 2" in done.err
+    assert out.read_text() == "old\n"
+
+
 def test_what_a_line_leaves_open_comes_from_the_flags(tmp_path):
     flags = {"temperature": 0.5, "top_k": 7, "stop": ("x",)}
     defaults = SamplingParams(**flags)
@@ -243,7 +262,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, args, words):
 
 def test_an_output_that_cannot_be_written(run, tmp_path):
     done = run("--prompts", file_of(tmp_path, {"text": "a"}), "-o", str(tmp_path / "no" / "file"))
-    assert done.code == 2 and "--output: cannot write" in done.err
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("dovetail: error: --output: cannot write")
 
 
 def test_debug_shows_the_traceback(run, fx_count_folder):

@@ -93,6 +93,10 @@ def test_no_chunk_limit_is_a_whole_context(folder):
     assert "-1" in config.reasons["chunk_size"]
 
 
+def test_the_largest_chunk_is_legal(folder):
+    assert decide(folder, chunk_size=1_048_576).chunk_size == 1_048_576
+
+
 def test_kv_memory_counts_what_a_page_takes(folder):
     model = decide(folder).model
     assert kv_page_bytes(model, dtype="float32", page_size=16) == PAGE_BYTES
@@ -124,6 +128,8 @@ def test_num_pages_wins_over_kv_memory(folder):
         ({"context_len": 1}, "context_len", "is 1; the legal range is 2 to"),
         ({"chunk_size": 0}, "chunk_size", "is 0; give at least 1, or -1"),
         ({"chunk_size": -2}, "chunk_size", "is -2"),
+        ({"chunk_size": 1_048_577}, "chunk_size", "is 1048577; give at most 1048576"),
+        ({"chunk_size": 10**12}, "chunk_size", "is 1000000000000"),
         ({"context_len": 201}, "context_len", "is 201, but the model was made for 200"),
         ({"num_pages": 12}, "num_pages", "12 pages of 16 tokens"),
         ({"num_pages": 12}, "num_pages", f"context_len 200 needs 13 pages ({13 * PAGE_BYTES} b"),

@@ -258,7 +258,7 @@ def test_a_result_of_another_step_is_an_error():
     scheduler, plan = first_plan()
     result = FakeExecutor(lambda ids: 9, num_slots=4).submit(plan).result()
     fields = {name: getattr(result, name) for name in StepResult.__dataclass_fields__}
-    with pytest.raises(InvariantError, match="step 0 is to be committed, not .* of step 5"):
+    with pytest.raises(InvariantError, match=r"step 0 is to be committed, not .* of step 5"):
         scheduler.commit(plan, StepResult(**fields | {"step_id": 5}))
 
 

@@ -198,6 +198,15 @@ def sample(
     )
 
 
+def sample_greedy(logits_NV: Tensor) -> Draws:
+    """See ``kernels.api.sample_greedy``."""
+    best_N, ids_N = logits_NV.max(dim=-1)
+    log_total_N = torch.logsumexp(logits_NV, dim=-1)
+    is_finite_N = torch.isfinite(log_total_N) & ~torch.isnan(best_N)
+    status_N = torch.where(is_finite_N, STATUS_OK, STATUS_NON_FINITE)
+    return Draws(ids_N, best_N - log_total_N, status_N, logits_NV, log_total_N)
+
+
 def top_logprobs(logits_NV: Tensor, log_total_N: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """See ``kernels.api.top_logprobs``."""
     values_NK, ids_NK = torch.topk(logits_NV, num_top, dim=-1)
