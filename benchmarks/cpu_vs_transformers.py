@@ -125,7 +125,9 @@ def measure(
 
 def main() -> None:
     """Run all pairs."""
-    parser = argparse.ArgumentParser(description="Our engine against transformers on this CPU, in interleaved pairs.")
+    parser = argparse.ArgumentParser(
+        description="Our engine against transformers on this CPU, in interleaved pairs."
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

@@ -147,7 +147,9 @@ def group_tokens(*, depth: int) -> int:
 
 def main() -> None:
     """Measure and print JSON lines."""
-    parser = argparse.ArgumentParser(description="What the host costs, on an executor that computes nothing.")
+    parser = argparse.ArgumentParser(
+        description="What the host costs, on an executor that computes nothing."
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     lines = [

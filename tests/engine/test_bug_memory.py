@@ -210,3 +210,24 @@ def test_b73_a_partial_page_is_never_shared(llama_folder, llama_oracle, page_siz
         plain = warm.ask(b, **params)
         assert plain.usage.cached_tokens >= 2 * page_size
         assert plain.token_ids == output.token_ids and np.isfinite(plain.logprobs).all()
+
+
+@pytest.mark.parametrize("chunk_size", [3, 5, 18])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_b73_a_page_that_is_half_computed_is_never_shared(
+    llama_folder, llama_oracle, depth, chunk_size
+):
+    """The other comes while the first is in the middle of a page."""
+    rng = np.random.default_rng(8)
+    params = {"max_new_tokens": 3, "temperature": 0.0}
+    a = rng.integers(3, 250, 40).tolist()
+    b = a[:37] + rng.integers(3, 250, 5).tolist()
+    for steps in range(1, 9, 2):
+        harness = engine_of(llama_folder, page_size=16, chunk_size=chunk_size, depth=depth)
+        first = harness.add(a, **params)
+        for _ in range(steps):
+            harness.step()
+        second = harness.add(b, **params)
+        outputs = harness.run()
+        check_output(outputs[first], a, params, llama_oracle)
+        check_output(outputs[second], b, params, llama_oracle)

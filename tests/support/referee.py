@@ -16,9 +16,9 @@ from dovetail.exec.pending import PendingStep
 from dovetail.exec.readback import ColumnSpec, payload_layout
 from dovetail.sched.plan import FROM_DEVICE, RowStatus, StepPlan
 from dovetail.sched.scheduler import Scheduler
-from dovetail.sched.sequence import Sequence
+from dovetail.sched.sequence import Sequence, SequenceState
 from dovetail.wire.request import LogprobParams
-from dovetail.wire.result import Scores
+from dovetail.wire.result import FinishReason, Scores
 from tests.support.scripted import (
     EOS_ID,
     PagedFake,
@@ -206,11 +206,14 @@ class Referee:
         self.stepper.scheduler.plan = self.plan
         self.stepper.on_step = self.after_step
         self._columns: dict[Sequence, dict[str, list]] = defaultdict(dict)
+        self.decided: dict[Sequence, FinishReason] = {}
 
     def plan(self) -> StepPlan | None:
         """Let the scheduler plan, and see that somebody gets on."""
-        plan = self._plan()
         scheduler = self.stepper.scheduler
+        before = list(scheduler._running)
+        plan = self._plan()
+        check_victims(before)
         assert plan is not None or self.stepper.loop.inflight or not scheduler.num_open, "stalled"
         first = next(iter(scheduler._running), None)
         # Pages, or room in the payload, may be on their way; a newcomer finds the payload used.
@@ -274,6 +277,16 @@ class Referee:
         for siblings in self.stepper.scheduler._open.values():
             for sequence in siblings:
                 check_append_only(sequence, self._columns[sequence])
+                if sequence.finish is not None:
+                    decided = self.decided.setdefault(sequence, sequence.finish)
+                    assert sequence.finish is decided, "it ended twice"
+
+
+def check_victims(before: list[Sequence]) -> None:
+    """Of those that ran before a plan, the last in line lost their memory, if any did."""
+    kept = [s.rank for s in before if s.state is SequenceState.RUNNING]
+    lost = [s.rank for s in before if s.state is not SequenceState.RUNNING]
+    assert not kept or not lost or max(kept) < min(lost), "memory was not taken from the last"
 
 
 def is_short_of_payload(plan: StepPlan, slot: int) -> bool:
@@ -334,6 +347,9 @@ def run_workload(workload: Workload) -> Referee:
     stepper.check_idle()
     check_nothing_kept(stepper.scheduler)
     assert not stepper.outbox._streams and not stepper.outbox._num_open
+    for sequence, decided in referee.decided.items():
+        request_id, index = sequence.request.request_id, sequence.sample_index
+        assert stepper.samples[request_id][index].finish is decided
     for job, request_id in started:
         for sample_index, output in enumerate(stepper.samples[request_id]):
             want = answer_of(job, sample_index, workload.status)

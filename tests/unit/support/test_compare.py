@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from tests.support.compare import assert_logprobs, assert_same_routes, assert_same_tokens
+from tests.support.compare import (
+    assert_follows,
+    assert_logprobs,
+    assert_same_routes,
+    assert_same_tokens,
+    assert_top,
+)
 from tests.support.oracle import OracleGeneration, Routing
 
 IDS = (5, 6, 7, 8)
@@ -71,3 +77,36 @@ def test_routes():
             assert_same_routes(wrong, tie)
     with pytest.raises(AssertionError, match="shape"):
         assert_same_routes(ids[:1], routing(1, 1))
+
+
+def test_follows_excuses_each_tie_and_nothing_else():
+    want = OracleGeneration(
+        (1, 2), 1.0, (5, 6, 7), (0.0,) * 3, (1e-6, 1.0, 1e-6), (np.inf,) * 3, (np.inf,) * 3
+    )
+    assert assert_follows([5, 6, 7], want) == []
+    assert assert_follows([9, 6, 9], want) == [0, 2]
+    with pytest.raises(AssertionError, match="token 1"):
+        assert_follows([9, 9, 9], want)
+    with pytest.raises(AssertionError):
+        assert_follows([5, 6], want)
+
+
+def test_top_lists_may_swap_what_rounding_can_swap():
+    row = np.array([-1.0, -2.0, -2.00001, -5.0])
+    assert_top([0, 2], [-1.0, -2.0], row, num_top=2)
+    for ids, values in (
+        ([0, 3], [-1.0, -5.0]),  # not the likeliest
+        ([0, 0], [-1.0, -1.0]),  # twice
+        ([1, 0], [-2.0, -1.0]),  # out of order
+        ([0, 1], [-1.0, -2.1]),  # another number
+        ([0], [-1.0]),  # too few
+    ):
+        with pytest.raises(AssertionError):
+            assert_top(ids, values, row, num_top=2)
+
+
+def test_minus_infinity_is_equal_to_itself_alone():
+    assert_logprobs([-np.inf, -1.0], [-np.inf, -1.0])
+    for wrong in ([-1.0], [np.inf], [np.nan]):
+        with pytest.raises(AssertionError):
+            assert_logprobs(wrong, [-np.inf])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.compare import assert_logprobs, assert_same_tokens
+from tests.support.compare import assert_follows, assert_logprobs, assert_same_tokens
 from tests.support.oracle import Oracle
 
 MODELS = ("llama", "qwen3", "qwen3_moe")
@@ -122,3 +122,60 @@ def test_dense_models_have_no_routing(llama_oracle):
     with pytest.raises(ValueError, match="no MoE layers"):
         llama_oracle.router_ids(PROMPT)
     assert llama_oracle.generate(PROMPT, max_new_tokens=1).router_gaps == (np.inf,)
+
+
+RICH = {
+    "temperature": 0.9,
+    "top_k": 50,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.2,
+    "presence_penalty": 0.3,
+    "logit_bias": {5: 3.0, 60: 9.0},
+    "min_new_tokens": 6,
+    "stop_token_ids": (60, 61, 62),
+    "seed": 4,
+    "sample_index": 2,
+}
+
+
+@pytest.mark.parametrize("kind", ["scaled", "raw", "truncated"])
+def test_following_a_right_output_gives_it_back(oracle, kind):
+    """One forward over all tokens is as good as one for each."""
+    for fields in ({"temperature": 0}, SAMPLED, RICH):
+        want = oracle.generate(PROMPT, max_new_tokens=16, kind=kind, **fields)
+        got = oracle.follow(PROMPT, want.token_ids, kind=kind, **fields)
+        assert not assert_follows(want.token_ids, got)
+        assert got.finish == want.finish and got.noise_scale == want.noise_scale
+        assert_logprobs(got.logprobs, want.logprobs)
+        np.testing.assert_allclose(got.router_gaps, want.router_gaps, atol=1e-5)
+    assert want.finish == "stop" and len(want.token_ids) > 6
+
+
+def test_following_a_wrong_output_finds_the_wrong_token(llama_oracle):
+    want = llama_oracle.generate(PROMPT, max_new_tokens=12, **RICH)
+    for at in (0, 3, 6):
+        wrong = [*want.token_ids[:at], (want.token_ids[at] + 1) % 60, *want.token_ids[at + 1 :]]
+        with pytest.raises(AssertionError, match="no tie"):
+            assert_follows(wrong, llama_oracle.follow(PROMPT, wrong, **RICH))
+
+
+def test_prompt_logprobs_are_those_of_the_score(oracle):
+    for temperature, kind in ((0.7, "scaled"), (0, "scaled"), (0.7, "raw")):
+        rows = oracle.prompt_logprobs(PROMPT, temperature=temperature, kind=kind)
+        assert rows.shape == (len(PROMPT) - 1, oracle.vocab_size)
+        chosen = rows[np.arange(len(PROMPT) - 1), PROMPT[1:]]
+        want = oracle.score(PROMPT[:1], PROMPT[1:], temperature if kind == "scaled" else 1.0)
+        assert_logprobs(chosen, want)
+
+
+def test_every_rule_changes_the_output(llama_oracle):
+    plain = llama_oracle.generate(PROMPT, max_new_tokens=40, seed=1)
+    for effect in (
+        {"repetition_penalty": 2.0},
+        {"frequency_penalty": 3.0},
+        {"presence_penalty": 3.0},
+        {"logit_bias": {9: 20.0}},
+        {"sample_index": 1},
+    ):
+        changed = llama_oracle.generate(PROMPT, max_new_tokens=40, seed=1, **effect)
+        assert changed.token_ids != plain.token_ids, effect

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from tests.support.noise import gumbel, random_words
-from tests.support.sampling import draw, log_softmax, support_of
+from tests.support.sampling import Rules, draw, log_softmax, processed, support_of
+
+KINDS = ("scaled", "raw", "truncated")
 
 
 def logits_of(*probabilities: float) -> np.ndarray:
@@ -130,3 +132,74 @@ def test_border_gap_sees_a_tie_at_the_border_only_if_it_matters():
         swapped = draw(logits[[0, 2, 1, 3]], position=position, top_k=2)
         if drawn.border_gap > 1e-4:
             assert swapped.token_id == drawn.token_id
+
+
+# -- penalties, biases, kinds ---------------------------------------------------------------
+
+
+def test_processing_goes_in_the_documented_order():
+    logits = np.array([2.0, -2.0, 1.0, 0.5], dtype=np.float32)
+    rules = Rules(
+        repetition_penalty=2.0,
+        frequency_penalty=0.25,
+        presence_penalty=0.5,
+        logit_bias={3: 5.0, 0: 1.0},
+        min_new_tokens=4,
+        held_ids=frozenset({3}),
+    )
+    got = processed(logits, rules, prompt_ids=[0, 0], output_ids=[1, 1, 2])
+    # 2 / 2 + 1; -2 * 2 - 2 * 0.25 - 0.5; 1 / 2 - 0.25 - 0.5; held back, its bias notwithstanding
+    assert got.tolist() == [2.0, -5.0, -0.25, -np.inf]
+    later = processed(logits, rules, prompt_ids=[0], output_ids=[1, 1, 2, 2])
+    assert later[3] == 5.5 and later[2] == 0.5 - 2 * 0.25 - 0.5
+    assert processed(logits, Rules(), [0, 1], [2]).tolist() == logits.tolist()
+
+
+def test_each_kind_is_the_log_softmax_of_its_own_logits():
+    logits = np.random.default_rng(1).normal(size=30).astype(np.float32)
+    rules = {"temperature": 0.5, "top_k": 4, "logit_bias": {3: 2.0}, "seed": 1}
+    drawn = {kind: draw(logits, position=2, kind=kind, **rules) for kind in KINDS}
+    assert len({d.token_id for d in drawn.values()}) == 1
+    biased = logits.copy()
+    biased[3] += 2
+    np.testing.assert_allclose(drawn["raw"].reported, log_softmax(logits))
+    np.testing.assert_allclose(drawn["scaled"].reported, log_softmax(biased / 0.5), atol=1e-6)
+    inside = np.isfinite(drawn["truncated"].reported)
+    assert inside.sum() == 4 and np.exp(drawn["truncated"].reported).sum() == pytest.approx(1)
+    for kind in KINDS:
+        assert drawn[kind].logprob == drawn[kind].reported[drawn[kind].token_id]
+
+
+def test_a_held_back_token_is_never_drawn_and_never_makes_a_gap_nan():
+    rng = np.random.default_rng(2)
+    for position in range(200):
+        logits = rng.normal(size=12).astype(np.float32)
+        drawn = draw(
+            logits,
+            position=position,
+            min_new_tokens=1,
+            held_ids=frozenset(range(6)),
+            top_k=int(rng.integers(1, 13)),
+            top_p=float(rng.uniform(0.3, 1)),
+            min_p=0.01,
+        )
+        assert drawn.token_id >= 6
+        assert not np.isnan([drawn.gap, drawn.border_gap, drawn.support_gap]).any()
+
+
+def test_no_move_within_the_support_gap_changes_the_support():
+    rng = np.random.default_rng(3)
+    for position in range(200):
+        logits = rng.normal(size=20).astype(np.float32)
+        top_p = rng.uniform(0.3, 0.9)
+        drawn = draw(logits, position=position, top_p=top_p, kind="truncated")
+        for moved in (top_p - 0.99 * drawn.support_gap, top_p + 0.99 * drawn.support_gap):
+            if 0 < moved < 1:
+                other = draw(logits, position=position, top_p=moved, kind="truncated")
+                np.testing.assert_array_equal(other.reported, drawn.reported)
+
+
+def test_noise_scale_is_what_a_request_makes_of_an_error():
+    assert Rules().noise_scale == Rules(temperature=0).noise_scale == 1
+    assert Rules(temperature=0.5, repetition_penalty=0.25).noise_scale == 8
+    assert Rules(temperature=2.0, repetition_penalty=3.0).noise_scale == 3
