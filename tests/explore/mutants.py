@@ -23,6 +23,7 @@ from dovetail.exec.readback import RESULT_WORDS, PayloadLayout
 from dovetail.exec.ring import BlockRing, TransferBlock
 from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimLane
+from dovetail.sched import plan as plan_module
 from dovetail.sched.builder import PlanBuilder
 from dovetail.sched.plan import StepPlan, StepResult
 from dovetail.sched.scheduler import Scheduler
@@ -93,6 +94,18 @@ def readout_is_a_view(patch: MonkeyPatch) -> None:
         return dataclasses.replace(result, readouts=readouts)
 
     patch.setattr(executor, "read_result", read_result)
+
+
+def result_is_an_unseen_view(patch: MonkeyPatch) -> None:
+    """``result_is_a_view``, and a result takes whatever it is given."""
+    patch.setattr(plan_module, "_expect_own_memory", lambda *arrays: None)
+    result_is_a_view(patch)
+
+
+def readout_is_an_unseen_view(patch: MonkeyPatch) -> None:
+    """``readout_is_a_view``, and a result takes whatever it is given."""
+    patch.setattr(plan_module, "_expect_own_memory", lambda *arrays: None)
+    readout_is_a_view(patch)
 
 
 def copy_lane_reads_state(patch: MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ LEFT_TWICE = r"KeyError: <dovetail\.sched\.sequence\.Sequence"
 STALE = r"InvariantError: (a plan names stale slots|slot .* is stale)"
 FREED = r"InvariantError: audit: step .* free"
 SHARED = r"InvariantError: audit: step .* writes shared"
+VIEW = "InvariantError: a step result holds a view of foreign memory"
 OVERLAP = {"depth": 1}
 
 
@@ -55,8 +56,10 @@ class Mutant:
 
 
 MUTANTS = [
-    Mutant(mutants.result_is_a_view, TOKENS, BAD_TOKEN),
-    Mutant(mutants.readout_is_a_view, READOUT),
+    Mutant(mutants.result_is_a_view, VIEW),
+    Mutant(mutants.result_is_an_unseen_view, TOKENS, BAD_TOKEN),
+    Mutant(mutants.readout_is_a_view, VIEW),
+    Mutant(mutants.readout_is_an_unseen_view, READOUT),
     Mutant(mutants.copy_lane_reads_state, TOKENS),
     Mutant(mutants.copy_lane_declares_state, "InvariantError: lane copy touches engine state"),
     Mutant(mutants.staged_late, "ValueError: .*read-only"),

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from dovetail.cache.ledger import KVLedger
 from dovetail.core.mailbox import Outbox
 from dovetail.sched import builder as builder_module
-from dovetail.sched import events as events_module
+from dovetail.sched import scheduler as scheduler_module
 from dovetail.sched.admission import PrefixHolds
 from dovetail.sched.builder import PlanBuilder
 from dovetail.sched.finish import ABORTED
@@ -177,7 +177,7 @@ def forget_what_is_in_flight(original):
     def plan_decodes(self, builder):
         for sequence in self._running:
             sequence.samples_left = sequence.request.max_new_tokens - len(sequence.record)
-        original(self, builder)
+        return original(self, builder)
 
     return plan_decodes
 
@@ -306,16 +306,16 @@ def lose_scores_in_flight(original):
 
 
 def prompt_scores_with_every_event(original):
-    def event(sequence, *, is_last):
+    def news_of(sequence):
         emitted = sequence.num_emitted
         sequence.num_emitted = 0
-        news = original(sequence, is_last=is_last)
+        news = original(sequence)
         return type(news)(
             **{name: getattr(news, name) for name in news.__struct_fields__}
             | {name: getattr(news, name)[emitted:] for name in ("token_ids", "logprobs", "epochs")}
         )
 
-    return event
+    return news_of
 
 
 def shift_the_targets(original):
@@ -415,7 +415,7 @@ MUTANTS = {
     "targets of another token": wrap(PlanBuilder, "build", shift_the_targets),
     "all samples have one noise": wrap(builder_module, "_slot_writes", all_samples_alike),
     "payload without bound": wrap(PlanBuilder, "max_scored", lambda _: lambda self, s: 10**6),
-    "prompt scores come again": wrap(events_module, "_event", prompt_scores_with_every_event),
+    "prompt scores come again": wrap(scheduler_module, "news_of", prompt_scores_with_every_event),
     "a hit of the whole prompt": wrap(KVLedger, "open", reuse_the_whole_prompt),
     "prefill rows first": wrap(PlanBuilder, "build", prefill_first),
     "no page for the next token": wrap(Scheduler, "_extend", promise_no_room),

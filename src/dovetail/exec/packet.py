@@ -23,6 +23,7 @@ _ROW_FIELDS = ("slot", "generation", "start", "width", "bound", "samples")
 _PAGE_FIELDS = ("group", "slot", "index", "page")
 _SLOT_FIELDS = tuple(field.name for field in dataclasses.fields(SlotWrites) if field.name != "seed")
 _TOKEN_FIELDS = tuple(field.name for field in dataclasses.fields(TokenWrites))
+_NO_WORDS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +99,20 @@ class PacketWriter:
             }
         if len(plan.targets):
             values["targets"] = plan.targets
-        words[: len(SCALARS)] = (len(plan.rows), plan.num_tokens, rows_unchanged)
-        return self._write_fields(values, words)
-
-    def _write_fields(self, values: dict[str, Words], words: Words) -> int:
-        end, entry = self._schema.header_words, len(SCALARS)
+        header = [len(plan.rows), plan.num_tokens, int(rows_unchanged)]
+        end = self._schema.header_words
         for field in self._schema.fields:
-            array = values.get(field.name)
-            length = 0 if array is None else len(array)
+            array = values.get(field.name, _NO_WORDS)
+            length = len(array)
             if length > field.max_words:
                 raise InvariantError(
                     f"a plan has {length} words of {field.name}; at most {field.max_words} fit"
                 )
-            words[entry], words[entry + 1] = end, length
-            entry += 2
-            if array is not None and length:
+            header += (end, length)
+            if length:
                 words[end : end + length] = array
                 end += _aligned(length)
+        words[: len(header)] = header
         return end
 
 

@@ -7,8 +7,8 @@ tested against. Must not know models, layers or steps.
 Unless said otherwise an op allocates its result, leaves its inputs alone, and returns the dtype of
 its first argument.
 
-Shape legend: T tokens, H query heads, K KV heads (in ``rotary``) or experts per token (in the
-mixture-of-experts ops), D head dim, P positions, M model dim, E experts, I expert inner dim,
+Shape legend: T tokens, H query heads, K KV heads or, in the mixture-of-experts ops, experts per
+token, D head dim, M model dim, E experts, I expert inner dim,
 R rows, C cache slots, S cached tokens of a row, N rows that sample, V vocabulary.
 """
 
@@ -55,7 +55,7 @@ def qk_norm(
 ) -> Tensor:
     """RMS-normalise each head of q and of k, all in one tensor (Qwen3, arXiv 2505.09388).
 
-    Computed in float32, rounded before and after the weight.
+    Computed in float32, rounded once.
 
     Args:
         qk_TGD: G = H + K heads, the H query heads first.
@@ -70,24 +70,20 @@ def qk_norm(
     return norm.qk_norm(qk_TGD, q_weight_D, k_weight_D, num_heads=num_heads, eps=eps)
 
 
-def rotary(
-    q_THD: Tensor, k_TKD: Tensor, cos_sin_P2D: Tensor, positions_T: Tensor
-) -> tuple[Tensor, Tensor]:
+def rotary(qk_TGD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Rotate q and k by their positions, in the half-rotation convention of transformers.
 
     Dimension i turns with dimension i + D/2. Computed in float32, rounded once.
 
     Args:
-        q_THD: queries.
-        k_TKD: keys, the dtype of ``q_THD``.
-        cos_sin_P2D: float32; row p holds the cosines of position p's angles, (c, c), and their
-            signed sines, (-s, s), each half D/2 wide.
-        positions_T: int64, each below P.
+        qk_TGD: G = H + K heads, queries and keys.
+        cos_T1D: float32, the cosines of each token's angles, (c, c), each half D/2 wide.
+        sin_T1D: float32, the signed sines, (-s, s).
 
     Returns:
-        The rotated q [T, H, D] and k [T, K, D]; they may be views of one tensor.
+        [T, G, D].
     """
-    return rotary_ref.rotary(q_THD, k_TKD, cos_sin_P2D, positions_T)
+    return rotary_ref.rotary(qk_TGD, cos_T1D, sin_T1D)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -13,16 +13,14 @@ from dovetail.config.model import ModelConfig
 from dovetail.kernels import api as kernels
 from dovetail.layers.basic import RmsNorm
 from dovetail.layers.linear import ColumnLinear, RowLinear
-from dovetail.layers.rotary import Rotary
+from dovetail.layers.rotary import Rotation
 from dovetail.layers.shard import Placement, divide
 
 
 class Attention(nn.Module):
     """Grouped-query attention; each rank has an equal share of the heads."""
 
-    def __init__(
-        self, config: ModelConfig, layer_idx: int, rotary: Rotary, *, at: Placement
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer_idx: int, *, at: Placement) -> None:
         super().__init__()
         size, dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
@@ -34,9 +32,8 @@ class Attention(nn.Module):
         self.o_proj = RowLinear(q_size, size, bias=config.o_bias, at=at)
         self.q_norm = RmsNorm(dim, config.rms_norm_eps, at=at) if config.qk_norm else None
         self.k_norm = RmsNorm(dim, config.rms_norm_eps, at=at) if config.qk_norm else None
-        self.rotary = rotary
 
-    def forward(self, ctx: ForwardContext, x_TM: Tensor) -> Tensor:
+    def forward(self, ctx: ForwardContext, rotation: Rotation, x_TM: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         qkv = self.qkv_proj(x_TM).view(-1, sum(heads), self.head_dim)
@@ -49,7 +46,7 @@ class Attention(nn.Module):
                 num_heads=self.num_heads,
                 eps=self.q_norm.eps,
             )
-        q_THD, k_TKD = qk_TGD.split_with_sizes(heads[:2], dim=1)
-        q_THD, k_TKD = self.rotary(q_THD, k_TKD, ctx.positions)
+        # q and k turn by the same angles, so they go as one tensor.
+        q_THD, k_TKD = kernels.rotary(qk_TGD, *rotation).split_with_sizes(heads[:2], dim=1)
         out_THD = ctx.attention.attend(self.layer_idx, q_THD, k_TKD, v_TKD)
         return self.o_proj(out_THD.flatten(1))

@@ -2,20 +2,27 @@
 
 Owns frequencies and table; the rotation itself is a kernel.
 
-Shape legend: T tokens, H query heads, K KV heads, D head dim, P positions, F frequencies (D / 2).
+Shape legend: T tokens, D head dim, P positions, F frequencies (D / 2).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.config.model import RopeConfig
-from dovetail.kernels import api as kernels
+
+
+class Rotation(NamedTuple):
+    """How the tokens of a step are turned; see ``kernels.api.rotary``."""
+
+    cos_T1D: Tensor
+    sin_T1D: Tensor
 
 
 class Rotary(nn.Module):
-    """Rotates q and k by their positions; one for all layers of a model."""
+    """The angles of each position; one table for all layers of a model."""
 
     cos_sin_P2D: Tensor
 
@@ -29,9 +36,9 @@ class Rotary(nn.Module):
         table_P2D = torch.cat((cos_PF, cos_PF, -sin_PF, sin_PF), dim=1).view(-1, 2, head_dim)
         self.register_buffer("cos_sin_P2D", table_P2D.to(device), persistent=False)
 
-    def forward(self, q_THD: Tensor, k_TKD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rotated q and k."""
-        return kernels.rotary(q_THD, k_TKD, self.cos_sin_P2D, positions_T)
+    def forward(self, positions_T: Tensor) -> Rotation:
+        """Look up the positions, int64, each below ``max_positions``: once a step."""
+        return Rotation(*self.cos_sin_P2D[positions_T].chunk(2, dim=1))
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

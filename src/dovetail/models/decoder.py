@@ -15,7 +15,7 @@ from dovetail.attention.backend import ForwardContext
 from dovetail.config.model import ModelConfig
 from dovetail.layers.attention import Attention
 from dovetail.layers.basic import Embedding, Head, RmsNorm
-from dovetail.layers.rotary import Rotary
+from dovetail.layers.rotary import Rotary, Rotation
 from dovetail.layers.shard import Placement
 
 
@@ -50,12 +50,12 @@ class Decoder(nn.Module):
         self, config: ModelConfig, build_mlp: Callable[[int], nn.Module], *, at: Placement
     ) -> None:
         super().__init__()
-        rotary = Rotary(
+        self.rotary = Rotary(
             config.rope, config.head_dim, config.max_position_embeddings, device=at.device
         )
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, at=at)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, Attention(config, i, rotary, at=at), build_mlp(i), at=at)
+            DecoderLayer(config, Attention(config, i, at=at), build_mlp(i), at=at)
             for i in range(config.num_layers)
         )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, at=at)
@@ -64,8 +64,9 @@ class Decoder(nn.Module):
         """Return hidden states [T, M]."""
         delta_TM: Tensor | None = None
         residual_TM = self.embed_tokens(ctx.token_ids)
+        rotation = self.rotary(ctx.positions)
         for layer in self.layers:
-            delta_TM, residual_TM = layer(ctx, delta_TM, residual_TM)
+            delta_TM, residual_TM = layer(ctx, rotation, delta_TM, residual_TM)
         hidden_TM, _ = self.norm.add(delta_TM, residual_TM)
         return hidden_TM
 
@@ -87,10 +88,14 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, ctx: ForwardContext, delta_TM: Tensor | None, residual_TM: Tensor
+        self,
+        ctx: ForwardContext,
+        rotation: Rotation,
+        delta_TM: Tensor | None,
+        residual_TM: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return (delta, residual); ``delta_TM`` is None in the first layer."""
         x_TM, residual_TM = self.input_layernorm.add(delta_TM, residual_TM)
-        x_TM = self.self_attn(ctx, x_TM)
+        x_TM = self.self_attn(ctx, rotation, x_TM)
         x_TM, residual_TM = self.post_attention_layernorm.add(x_TM, residual_TM)
         return self.mlp(x_TM), residual_TM

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from numpy.typing import NDArray
 
 from dovetail.sched.plan import TokenScores
@@ -12,17 +13,7 @@ from dovetail.wire.tensor import TensorEnvelope
 
 def news_of(sequence: Sequence) -> TokenEvent:
     """Return an event with the tokens committed since the last one."""
-    return _event(sequence, is_last=False)
-
-
-def last_event_of(sequence: Sequence) -> TokenEvent:
-    """Return the event that ends the sequence."""
-    return _event(sequence, is_last=True)
-
-
-def _event(sequence: Sequence, *, is_last: bool) -> TokenEvent:
     record, start = sequence.record, sequence.num_emitted
-    is_first = start == 0
     sequence.num_emitted = len(record)
     return TokenEvent(
         request_id=sequence.request.request_id,
@@ -30,15 +21,23 @@ def _event(sequence: Sequence, *, is_last: bool) -> TokenEvent:
         token_ids=tuple(record.token_ids[start:]),
         logprobs=tuple(record.logprobs[start:]),
         epochs=tuple(record.epochs[start:]),
-        scores=_scores([s for s in record.scores[start:] if s is not None])
+        scores=_scores([part for part in record.scores[start:] if part is not None])
         if sequence.wants_scores
         else None,
-        prompt_scores=_scores(sequence.prompt_scores) if is_first else None,
-        finish=sequence.finish if is_last else None,
-        usage=sequence.usage if is_last else None,
-        captured={name: TensorEnvelope.pack(a) for name, a in sequence.captured.items()}
-        if is_last and sequence.captured is not None
-        else None,
+        prompt_scores=None if start else _scores(sequence.prompt_scores),
+    )
+
+
+def last_event_of(sequence: Sequence) -> TokenEvent:
+    """Return the event that ends the sequence."""
+    captured = sequence.captured
+    return msgspec.structs.replace(
+        news_of(sequence),
+        finish=sequence.finish,
+        usage=sequence.usage,
+        captured=None
+        if captured is None
+        else {name: TensorEnvelope.pack(array) for name, array in captured.items()},
     )
 
 

@@ -12,6 +12,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.errors import InvariantError
+
 FROM_DEVICE = -1
 """``start`` of a row whose position and input token the device alone knows."""
 
@@ -282,6 +284,12 @@ class StepResult:
         status: int32 [R], a ``RowStatus`` each.
         scores: one for each of ``plan.scores``.
         readouts: one mapping column -> array per ``plan.readouts``.
+
+    Holds memory of its own only: a view of a transfer block or of engine state would change
+    while the step is being committed.
+
+    Raises:
+        InvariantError: an array lies in memory that numpy does not own.
     """
 
     step_id: int
@@ -294,3 +302,20 @@ class StepResult:
 
     def __post_init__(self) -> None:
         _freeze(self)
+        if __debug__:
+            _expect_own_memory(self.token_ids, self.counts, self.logprobs, self.status)
+            for scores in self.scores:
+                _expect_own_memory(*(getattr(scores, item.name) for item in fields(scores)))
+            for columns in self.readouts:
+                _expect_own_memory(*columns.values())
+
+
+def _expect_own_memory(*arrays: NDArray[np.generic]) -> None:
+    for array in arrays:
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        if root.base is not None:
+            raise InvariantError(
+                f"a step result holds a view of foreign memory: {type(root.base).__name__}"
+            )

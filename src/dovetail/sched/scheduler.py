@@ -28,7 +28,12 @@ from dovetail.sched.stop import StopMatcher
 from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason, TokenEvent
 
+RETRY_STEPS = 16
+"""Steps until memory that was short is asked for again if none is given back: those that run come
+nearer to their ends."""
+
 _OK = int(RowStatus.OK)  # comparing with a plain int is faster, and every row does it
+_RUNNING = SequenceState.RUNNING
 _STATUS_MESSAGES = {
     RowStatus.NON_FINITE: "the model produced logits that are not finite",
     RowStatus.EMPTY_SUPPORT: "no token was left to sample from",
@@ -65,7 +70,7 @@ class Scheduler:
         self._groups: dict[str, set[int]] = {}
         self._holds = PrefixHolds(config)
         self._lengths = LengthEstimate()
-        self._is_memory_short = False
+        self._retry_at = 0  # step at which memory is asked for again after it was short
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_commits = 0
@@ -108,7 +113,7 @@ class Scheduler:
             self._waiting.add(sequence)
         if request.group is not None:
             self._groups.setdefault(request.group, set()).add(request.request_id)
-        self._is_memory_short = False  # the newcomer may be smaller, or first in line
+        self._retry_at = 0  # the newcomer may be smaller, or first in line
 
     def abort(self, request_id: int) -> list[TokenEvent]:
         """End a request now, wherever it is. Unknown and ended ids are no news."""
@@ -150,8 +155,8 @@ class Scheduler:
             max_payload_bytes=config.max_payload_bytes - sample_score_bytes(config.max_running),
         )
         self._plan_readouts(builder)
-        self._plan_decodes(builder)
-        budget = self._plan_chunks(builder, config.chunk_size)
+        prefilling = self._plan_decodes(builder)
+        budget = self._plan_chunks(builder, prefilling, config.chunk_size)
         self._admit(builder, budget)
         if builder.is_empty:
             return None
@@ -166,29 +171,35 @@ class Scheduler:
                 sequence.readout_planned = True
                 sequence.num_inflight += 1
 
-    def _plan_decodes(self, builder: PlanBuilder) -> None:
+    def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
+        """Plan a row for each sequence that can decode; return those still in their prompt."""
+        prefilling: list[Sequence] = []
         for sequence in list(self._running):
-            if sequence.samples_left == 0 or sequence.planned_len < sequence.prefill_len:
+            planned_len = sequence.planned_len
+            if planned_len < sequence.prefill_len:
+                prefilling.append(sequence)
                 continue
-            if sequence.state is not SequenceState.RUNNING:
-                continue  # an earlier row of this very plan has retracted it
+            if sequence.samples_left == 0 or sequence.state is not SequenceState.RUNNING:
+                continue  # an earlier row of this very plan may have retracted it
             holding = sequence.holding
             assert holding is not None
-            if sequence.planned_len == holding.capacity:
-                if not self._extend(sequence, sequence.planned_len + 1):
+            if planned_len == holding.capacity:
+                if not self._extend(sequence, planned_len + 1):
                     continue
                 builder.add_pages(sequence)
-            builder.add_decode(sequence, bound=holding.capacity)
-            sequence.planned_len += 1
+            builder.add_decode(sequence, holding.capacity)
+            sequence.planned_len = planned_len + 1
             sequence.samples_left -= 1
             sequence.pending_samples += 1
             sequence.num_inflight += 1
+        return prefilling
 
-    def _plan_chunks(self, builder: PlanBuilder, budget: int) -> int:
-        for sequence in self._running:
+    def _plan_chunks(self, builder: PlanBuilder, prefilling: list[Sequence], budget: int) -> int:
+        """Plan chunks of running prefills; return what is left of the token budget."""
+        for sequence in prefilling:
             if budget == 0:
                 break
-            if sequence.is_prefilling:
+            if sequence.state is SequenceState.RUNNING:  # no decode row has retracted it
                 budget -= self._plan_chunk(builder, sequence, budget)
         return budget
 
@@ -209,7 +220,7 @@ class Scheduler:
         return width
 
     def _admit(self, builder: PlanBuilder, budget: int) -> None:
-        if budget == 0 or self._is_memory_short or not len(self._waiting):
+        if budget == 0 or self._num_steps < self._retry_at or not len(self._waiting):
             return
         if not self._slots.num_free:
             return  # before anybody's prefix is looked up
@@ -248,7 +259,7 @@ class Scheduler:
             max_cached=max_cached,
             num_tokens=sequence.known_len + self._expected_growth(sequence),
         ):
-            self._is_memory_short = True
+            self._retry_at = self._num_steps + RETRY_STEPS
             return False
         holding = self._ledger.open(namespace, known_ids, max_cached=max_cached)
         if not self._ledger.extend(holding, sequence.known_len):
@@ -265,15 +276,13 @@ class Scheduler:
         return True
 
     def _expected_growth(self, sequence: Sequence) -> int:
-        """Return the tokens by which those that run, and ``sequence``, are expected to grow.
+        """Return by how much those that run, and ``sequence``, are expected to grow at most.
 
         With nothing else running it starts whatever it may need: the pool holds any one request.
         """
         if not len(self._running):
             return 0
-        page_size = self._config.page_size
-        growth = sum(self._lengths.growth(other, page_size) for other in self._running)
-        return growth + self._lengths.growth(sequence, page_size)
+        return self._lengths.growth([*self._running, sequence], self._config.page_size)
 
     # -- memory --------------------------------------------------------------------------
 
@@ -315,7 +324,7 @@ class Scheduler:
         self._ledger.release(sequence.holding)
         self._slots.release(sequence)
         sequence.forget_memory()
-        self._is_memory_short = False
+        self._retry_at = 0
 
     # -- committing ----------------------------------------------------------------------
 
@@ -329,7 +338,7 @@ class Scheduler:
         self._num_commits += 1
         events: list[TokenEvent] = []
         sampled_scores = self._commit_prompt_scores(plan, result)
-        rows = plan.rows
+        rows, epoch, tenant, running = plan.rows, plan.epoch, self._slots.tenant, _RUNNING
         columns = zip(
             rows.slot.tolist(),
             rows.generation.tolist(),
@@ -343,17 +352,17 @@ class Scheduler:
         for row, (slot, generation, width, samples, status, token_id, logprob) in enumerate(
             columns
         ):
-            sequence = self._slots.tenant(slot, generation)
+            sequence = tenant(slot, generation)
             sequence.num_inflight -= 1
             sequence.pending_samples -= samples
             if sequence.finish is None:
                 if samples and status == _OK:
-                    sequence.append(token_id, logprob, plan.epoch, sampled_scores.get(row))
+                    sequence.append(token_id, logprob, epoch, sampled_scores.get(row))
                 reason = self._commit_row(sequence, width, samples, token_id, status)
                 if reason is not None:
                     events += self._decide_finish(sequence, reason)
                     continue
-            if sequence.state is SequenceState.RUNNING:
+            if sequence.state is running:
                 if samples:
                     events.append(news_of(sequence))
             else:
@@ -409,7 +418,8 @@ class Scheduler:
             self._lengths.observe(sequence)
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
-            self._is_memory_short = False  # those behind it may be smaller
+            self._holds.remove(sequence)
+            self._retry_at = 0  # those behind it may be smaller
             return [self._end(sequence)]
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)

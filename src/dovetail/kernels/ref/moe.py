@@ -31,17 +31,24 @@ def fused_moe(
     """See ``kernels.api.fused_moe``."""
     num_tokens, k = ids_TK.shape
     if num_tokens == 1:
-        # One token's experts are all different: no two slots can share a matmul.
-        y_SM = torch.cat(
-            [
-                _expert(x_TM, w_gate_up_E2IM[expert], w_down_EMI[expert])
-                for expert in ids_TK[0].tolist()
-            ]
-        )
+        y_SM = _of_one_token(x_TM[0], ids_TK[0].tolist(), w_gate_up_E2IM, w_down_EMI)
     else:
         y_SM = _by_expert(x_TM, ids_TK, w_gate_up_E2IM, w_down_EMI)
     y_TKM = y_SM.view(num_tokens, k, -1).float()
     return torch.bmm(weights_TK.unsqueeze(1), y_TKM).squeeze(1).to(x_TM.dtype)
+
+
+def _of_one_token(
+    x_M: Tensor, experts: list[int], w_gate_up_E2IM: Tensor, w_down_EMI: Tensor
+) -> Tensor:
+    """Go through the experts one by one: they are all different, so none share a matmul."""
+    hidden_S2I = x_M.new_empty(len(experts), w_gate_up_E2IM.shape[1])
+    for expert, hidden_2I in zip(experts, hidden_S2I, strict=True):
+        torch.mv(w_gate_up_E2IM[expert], x_M, out=hidden_2I)
+    y_SM = x_M.new_empty(len(experts), len(x_M))
+    for expert, hidden_I, y_M in zip(experts, silu_mul(hidden_S2I), y_SM, strict=True):
+        torch.mv(w_down_EMI[expert], hidden_I, out=y_M)
+    return y_SM
 
 
 def _by_expert(x_TM: Tensor, ids_TK: Tensor, w_gate_up_E2IM: Tensor, w_down_EMI: Tensor) -> Tensor:
@@ -64,7 +71,3 @@ def _grouped_linear(x_SN: Tensor, weight_EON: Tensor, ends_E: Tensor) -> Tensor:
     starts = [0, *ends_E.tolist()]
     runs = zip(starts, starts[1:], weight_EON, strict=False)
     return torch.cat([F.linear(x_SN[start:end], weight) for start, end, weight in runs])
-
-
-def _expert(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    return F.linear(silu_mul(F.linear(x, w_gate_up)), w_down)
