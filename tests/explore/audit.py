@@ -8,12 +8,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from dovetail.cache.ledger import KVLedger
 from dovetail.errors import InvariantError
 from dovetail.exec.executor import Executor
-from dovetail.exec.kv import TOKEN_POISON, KVStore
+from dovetail.exec.kv import KVStore
 from dovetail.exec.pending import PendingStep, StepExecutor
 from dovetail.sched.plan import FROM_DEVICE, StepPlan, StepResult
 
@@ -157,7 +158,8 @@ def _spoil(store: KVStore, slots: list[int] | None) -> None:
     index = slice(None) if slots is None else torch.tensor(slots)
     store.k_LCKD[:, index] = math.nan
     store.v_LCKD[:, index] = math.nan
-    store.sidecars["tokens"][index] = TOKEN_POISON
+    for sidecar in store.sidecars.values():
+        sidecar.poison(np.arange(sidecar.sink) if slots is None else np.array(slots))
 
 
 def _columns(arrays: object, *names: str) -> Iterable[tuple[int, ...]]:

@@ -1,12 +1,12 @@
 """How large a step's optional results can be: what scheduler and executor both count by."""
 
+from collections.abc import Iterable
+
+from dovetail.config.capture import ColumnSpec
 from dovetail.wire.validate import MAX_TOP_LOGPROBS
 
 PAYLOAD_ALIGN = 16
 """Arrays in the payload block begin at multiples of this many bytes."""
-
-SIDECAR_BYTES = 4
-"""Bytes a token takes in a read-out of the token sidecar."""
 
 
 def score_bytes(count: int, *, num_top: int, num_ids: int) -> int:
@@ -22,6 +22,13 @@ def sample_score_bytes(num_rows: int) -> int:
     return num_rows * score_bytes(1, num_top=MAX_TOP_LOGPROBS, num_ids=MAX_TOP_LOGPROBS)
 
 
-def readout_bytes(num_tokens: int) -> int:
-    """Return an upper bound of the payload bytes of a ``Readout``."""
-    return PAYLOAD_ALIGN + SIDECAR_BYTES * num_tokens
+def readout_bytes(num_tokens: int, columns: Iterable[ColumnSpec]) -> int:
+    """Return an upper bound of the payload bytes of a ``Readout`` of these columns."""
+    return sum(PAYLOAD_ALIGN + spec.row_bytes * num_tokens for spec in columns)
+
+
+def readout_rows(num_bytes: int, columns: Iterable[ColumnSpec]) -> int:
+    """Return how many rows of these columns fit into so many payload bytes."""
+    specs = tuple(columns)
+    room = num_bytes - PAYLOAD_ALIGN * len(specs)
+    return max(0, room // sum(spec.row_bytes for spec in specs))

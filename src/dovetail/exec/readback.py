@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.config.capture import ColumnSpec
 from dovetail.config.payload import PAYLOAD_ALIGN
 from dovetail.sched.plan import Readout, Score, StepPlan, StepResult, TokenScores
 
@@ -17,18 +18,8 @@ RESULT_WORDS = 3
 
 Bytes = NDArray[np.uint8]
 
-
-@dataclass(frozen=True, slots=True)
-class ColumnSpec:
-    """One sidecar as it is read back: what a token takes.
-
-    Attributes:
-        dtype: of an element.
-        shape: of a token's value.
-    """
-
-    dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
+KV_SLOTS = ColumnSpec(np.dtype(np.int64), (), -1)
+"""What a snapshot holds beside its columns: where each token's state is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +59,13 @@ class PayloadLayout:
     Attributes:
         readouts: per read-out, column name -> slice.
         scores: per score.
+        snapshot: column name -> slice, with ``kv_slots``; empty if the plan asks for none.
         num_bytes: all together; 0 if the plan asks for nothing.
     """
 
     readouts: tuple[tuple[Readout, dict[str, PayloadSlice]], ...]
     scores: tuple[ScoreSlices, ...]
+    snapshot: dict[str, PayloadSlice]
     num_bytes: int
 
 
@@ -86,9 +79,8 @@ def payload_layout(plan: StepPlan, columns: dict[str, ColumnSpec]) -> PayloadLay
         end += -(-item.num_bytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
         return item
 
-    def place_column(readout: Readout, column: str) -> PayloadSlice:
-        spec = columns[column]
-        return place(spec.dtype, readout.end - readout.start, *spec.shape)
+    def place_rows(spec: ColumnSpec, num_rows: int) -> PayloadSlice:
+        return place(spec.dtype, num_rows, *spec.shape)
 
     def place_score(score: Score) -> ScoreSlices:
         return ScoreSlices(
@@ -100,11 +92,21 @@ def payload_layout(plan: StepPlan, columns: dict[str, ColumnSpec]) -> PayloadLay
         )
 
     readouts = tuple(
-        (readout, {column: place_column(readout, column) for column in readout.columns})
+        (
+            readout,
+            {
+                column: place_rows(columns[column], readout.end - readout.start)
+                for column in readout.columns
+            },
+        )
         for readout in plan.readouts
     )
     scores = tuple(place_score(score) for score in plan.scores)
-    return PayloadLayout(readouts, scores, end)
+    leaving = {column: columns[column] for column in plan.snapshot}
+    if leaving:
+        leaving["kv_slots"] = KV_SLOTS
+    snapshot = {column: place_rows(spec, plan.num_tokens) for column, spec in leaving.items()}
+    return PayloadLayout(readouts, scores, snapshot, end)
 
 
 def read_result(
@@ -131,6 +133,7 @@ def read_result(
             {column: item.view(block).copy() for column, item in slices.items()}
             for _, slices in layout.readouts
         ),
+        snapshot={column: item.view(block).copy() for column, item in layout.snapshot.items()},
     )
 
 

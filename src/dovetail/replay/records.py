@@ -1,9 +1,9 @@
 # pyright: strict
 """The experts that each token of a sequence went through, as a trainer takes them over.
 
-Owns ``RouteTrace``: its rules, how it is cut and joined, its bytes, and the layouts of other engines.
-Must not know any trainer, nor an engine; needs numpy and msgspec only. What a trace is for: Rollout
-Routing Replay (arXiv 2510.11370).
+Owns ``RouteTrace``: its rules, how it is cut and joined, its bytes, and the layouts of other
+engines. Must not know any trainer, nor an engine; needs numpy and msgspec only. What a trace is
+for: Rollout Routing Replay (arXiv 2510.11370).
 
 Shape legend: T rows (one a token that was an input), L MoE layers, K experts of a token.
 """
@@ -20,13 +20,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.wire.capture import CaptureSpan
+from dovetail.wire.capture import CaptureSpan, expert_dtype
 
 MAGIC = b"dovetail.routes\x01"
 _LENGTH = struct.Struct("<Q")
 DIGEST_BYTES = 16
-MAX_UINT8_EXPERTS = 255
-"""Up to so many experts an id is a byte: one value is left that is no id."""
 
 Ids = NDArray[np.unsignedinteger[Any]]
 
@@ -51,11 +49,6 @@ class RouteHeader(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int
     spans: tuple[CaptureSpan, ...]
     token_digest: str
-
-
-def route_dtype(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the dtype of expert ids: a byte if that leaves a value which is no id."""
-    return np.dtype(np.uint8 if num_experts <= MAX_UINT8_EXPERTS else np.uint16)
 
 
 def digest_of(token_ids: Iterable[int]) -> bytes:
@@ -92,7 +85,7 @@ class RouteTrace:
     def __post_init__(self) -> None:
         ids, layer_ids = self.ids, self.layer_ids
         _expect(ids.ndim == 3, f"ids have {ids.ndim} axes; give [rows, layers, experts of a token]")
-        want = route_dtype(self.num_experts)
+        want = expert_dtype(self.num_experts)
         _expect(ids.dtype == want, f"ids are {ids.dtype}; {self.num_experts} experts need {want}")
         _expect(ids.flags.c_contiguous, "ids are not in C order")
         _expect(
@@ -137,7 +130,7 @@ class RouteTrace:
         if spans is None:
             spans = (CaptureSpan(start=start, end=end, epoch=epoch),) if len(ids) else ()
         return cls(
-            np.ascontiguousarray(ids, dtype=route_dtype(num_experts)),
+            np.ascontiguousarray(ids, dtype=expert_dtype(num_experts)),
             tuple(layer_ids),
             num_experts,
             start,
@@ -420,7 +413,7 @@ def _check_range(ids: NDArray[Any], num_experts: int, start: int) -> None:
         _expect_rows(bad, start, f"an id outside 0 to {num_experts - 1}")
 
 
-def _expect_rows(is_bad: NDArray[np.bool_], start: int, what: str) -> None:
+def _expect_rows(is_bad: NDArray[np.bool_] | np.bool_, start: int, what: str) -> None:
     """Raise TraceError, naming the first of the bad rows [T, L], if there is one."""
     if is_bad.any():
         row, layer = np.argwhere(is_bad)[0]

@@ -98,12 +98,15 @@ class PageWrites:
         slot: int32 [N], whose table.
         index: int32 [N], position in the table.
         page: int32 [N], the page id to write there.
+        is_fresh: int32 [N], 1 for a page from the free list, whose side data is a stranger's
+            and is forgotten; 0 for one that a prefix hit shares.
     """
 
     group: NDArray[np.int32]
     slot: NDArray[np.int32]
     index: NDArray[np.int32]
     page: NDArray[np.int32]
+    is_fresh: NDArray[np.int32]
 
     def __post_init__(self) -> None:
         _freeze(self)
@@ -249,6 +252,7 @@ class StepPlan:
         scores: see ``Score``; in row order, a row's prompt before its sampled token.
         targets: int32, for each prompt score in order, the known next tokens.
         readouts: read-backs; a plan may hold read-outs alone.
+        snapshot: columns whose rows of the tokens that this step forwards leave with its result.
     """
 
     step_id: int
@@ -261,6 +265,7 @@ class StepPlan:
     scores: tuple[Score, ...] = ()
     targets: NDArray[np.int32] = field(default_factory=_no_ids)
     readouts: tuple[Readout, ...] = ()
+    snapshot: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.token_ids.setflags(write=False)
@@ -284,6 +289,8 @@ class StepResult:
         status: int32 [R], a ``RowStatus`` each.
         scores: one for each of ``plan.scores``.
         readouts: one mapping column -> array per ``plan.readouts``.
+        snapshot: column -> [T, ...] for ``plan.snapshot``, and under ``kv_slots`` int64 [T], where
+            each token's state is kept.
 
     Holds memory of its own only: a view of a transfer block or of engine state would change
     while the step is being committed.
@@ -299,6 +306,7 @@ class StepResult:
     status: NDArray[np.int32]
     scores: tuple[TokenScores, ...] = ()
     readouts: tuple[dict[str, NDArray[np.generic]], ...] = field(default=())
+    snapshot: dict[str, NDArray[np.generic]] = field(default_factory=dict[str, NDArray[np.generic]])
 
     def __post_init__(self) -> None:
         _freeze(self)
@@ -306,7 +314,7 @@ class StepResult:
             _expect_own_memory(self.token_ids, self.counts, self.logprobs, self.status)
             for scores in self.scores:
                 _expect_own_memory(*(getattr(scores, item.name) for item in fields(scores)))
-            for columns in self.readouts:
+            for columns in (*self.readouts, self.snapshot):
                 _expect_own_memory(*columns.values())
 
 

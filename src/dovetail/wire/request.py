@@ -86,6 +86,21 @@ class LogprobParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     token_ids_logprob: tuple[int, ...] = ()
 
 
+class CaptureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which per-token columns are handed back.
+
+    Attributes:
+        columns: their names, see ``wire.capture.ColumnName``; the engine must capture them.
+        start_len: position of the first row, at most the length of the prompt.
+        interval: hand rows back while the generation runs, whenever there are so many; 0 hands
+            back all of them with the last event.
+    """
+
+    columns: tuple[str, ...] = ()
+    start_len: int = 0
+    interval: int = 0
+
+
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One generation as a client asks for it: a line of ``--prompts``, a ``/generate`` body.
 
@@ -132,7 +147,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: see ``LogprobParams``; validated.
         group: label for aborting several requests together.
         priority: under the ``priority`` policy, higher goes first.
-        capture: per-token columns to hand back with the last event.
+        capture: see ``CaptureParams``; validated.
         label: the client's own id, or None; never a key.
     """
 
@@ -144,7 +159,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: LogprobParams = LogprobParams()
     group: str | None = None
     priority: int = 0
-    capture: tuple[str, ...] = ()
+    capture: CaptureParams = CaptureParams()
     label: str | None = None
 
     @property
