@@ -1,7 +1,7 @@
 """Reported bugs of other engines, class 1: experts lost, shifted, stale, or of another request.
 
-Tests are named by the ids of ``docs/testing.md``, where all of them are listed. B07 waits for drafts,
-B17 for several ranks.
+Tests are named by the ids of ``docs/testing.md``, where all of them are listed. B07 waits for
+drafts, B17 for several ranks.
 """
 
 from itertools import groupby

@@ -12,15 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.attention.backend import ForwardContext
 from dovetail.cache.ledger import KVLedger
 from dovetail.capture.rows import StepRows
 from dovetail.capture.sidecar import Sidecar
-from dovetail.config.model import MoeConfig
 from dovetail.config.payload import sample_score_bytes
 from dovetail.exec import runner
-from dovetail.exec.device import CpuDevice
-from dovetail.exec.executor import Executor
 from dovetail.exec.kv import KVStore
 from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimDevice
@@ -28,62 +24,13 @@ from dovetail.sched import captured as captured_module
 from dovetail.sched.captured import CapturedColumns
 from dovetail.sched.scheduler import Scheduler
 from dovetail.wire.request import CaptureParams
-from tests.engine.test_stamp import StampModel, stamp_of
-from tests.support.scripted import plain_config
+from tests.support.stamps import DIGIT, LAYERS, MAX_POSITION, stamp_of, stepper_of
 from tests.support.stepper import Output, Stepper
 
-LAYERS, DIGIT, MAX_POSITION = (1, 2, 5), 64, 64
 PAD_TO = 8
 SEVEN_ROWS = sample_score_bytes(5) + 16 + 7 * len(LAYERS) * 4
 """A payload with room for seven rows."""
 PLAIN = {"ignore_eos": True, "temperature": 0.0}
-
-
-class RoutingStampModel:
-    """``StampModel`` with a router: experts are (step, 64 + step, 128 + position, 192 + layer)."""
-
-    def __init__(self, config) -> None:
-        self.stamps = StampModel(config)
-
-    def hidden(self, ctx: ForwardContext) -> torch.Tensor:
-        hidden = self.stamps.hidden(ctx)
-        assert ctx.recorder is not None
-        step = self.stamps.num_forwards
-        for layer in range(len(LAYERS)):
-            ids_TK = torch.stack(
-                [
-                    torch.full_like(ctx.positions, step // DIGIT),
-                    torch.full_like(ctx.positions, DIGIT + step % DIGIT),
-                    2 * DIGIT + ctx.positions,
-                    torch.full_like(ctx.positions, 3 * DIGIT + layer),
-                ],
-                dim=1,
-            )
-            ctx.recorder.record(layer, ids_TK, torch.ones(ids_TK.shape))
-        return hidden
-
-    def logits(self, hidden_NM: torch.Tensor) -> torch.Tensor:
-        return self.stamps.logits(hidden_NM)
-
-
-def stepper_of(device=None, *, num_experts: int = 255, **options: object) -> Stepper:
-    moe = MoeConfig(
-        num_experts=num_experts,
-        num_experts_per_tok=4,
-        intermediate_size=8,
-        norm_topk_prob=True,
-        layer_ids=LAYERS,
-    )
-    config = plain_config(
-        context_len=MAX_POSITION,
-        **{"page_size": 4, "num_pages": 48, "chunk_size": 11, "max_running": 5}
-        | {"max_payload_bytes": 1 << 16}
-        | options,
-        capture=("experts",),
-        moe=moe,
-    )
-    executor = Executor(config, RoutingStampModel(config.model), device or CpuDevice())
-    return Stepper(config, executor, token_bytes=lambda _: b"")
 
 
 def check_rows(output: Output, prompt_len: int, *, start: int = 0) -> None:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from dovetail.cache.ledger import KVLedger
@@ -129,9 +128,10 @@ class PlanAudit:
 
 
 class PoisonedPages:
-    """An executor around another one that spoils each page as it changes hands.
+    """An executor around another one that spoils the keys and values of pages that change hands.
 
-    So memory that nobody wrote, and memory of a stranger, is NaN and never a legal token.
+    So memory that nobody wrote, and memory of a stranger, is NaN. Side data the engine itself
+    poisons.
     """
 
     def __init__(self, executor: Executor, ledger: KVLedger) -> None:
@@ -158,8 +158,6 @@ def _spoil(store: KVStore, slots: list[int] | None) -> None:
     index = slice(None) if slots is None else torch.tensor(slots)
     store.k_LCKD[:, index] = math.nan
     store.v_LCKD[:, index] = math.nan
-    for sidecar in store.sidecars.values():
-        sidecar.poison(np.arange(sidecar.sink) if slots is None else np.array(slots))
 
 
 def _columns(arrays: object, *names: str) -> Iterable[tuple[int, ...]]:

@@ -67,6 +67,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="do not share computed prefixes between requests",
     )  # fmt: skip
     group.add_argument(
+        "--enable-return-routed-experts", dest="capture", default=_UNSET, action="append_const",
+        const="experts", help="the same as --capture experts",
+    )  # fmt: skip
+    group.add_argument(
+        "--capture", default=_UNSET, action="extend", type=_names, metavar="COLUMN[,COLUMN]",
+        help="keep per-token columns for requests to ask for: experts, expert_weights "
+        "(default: none)",
+    )  # fmt: skip
+    group.add_argument(
         "--num-threads", default=_UNSET, type=int, metavar="N",
         help="threads inside an operation (default: 1 for a narrow model, else one a core)",
     )  # fmt: skip
@@ -203,6 +212,10 @@ def positive(text: str) -> int:
 def positive_list(text: str) -> list[int]:
     """Read numbers of at least 1, separated by commas."""
     return [positive(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -82,8 +82,10 @@ class CapturedColumns:
         """Take the rows of a read-out that began at ``start``.
 
         Raises:
-            InvariantError: a row was never written.
+            InvariantError: a row was never written, or there is a gap before the first.
         """
+        if start > self.recorded:
+            raise InvariantError(f"rows from position {start}, but {self.recorded} are recorded")
         num_rows = len(next(iter(rows.values())))
         known = min(max(self.recorded - start, 0), num_rows)
         for name, values in rows.items():
