@@ -1,4 +1,4 @@
-"""What cannot be captured is refused: before weights load, by the self-test, or as a bad request."""
+"""What cannot be captured is refused: before weights load, by the self-test, or by request."""
 
 import dataclasses
 
@@ -88,7 +88,7 @@ def record_one_expert_twice(monkeypatch):
         (lose_every_layer, "column experts has no row for position 0"),
         (lose_one_layer_of_one_token_steps, "column experts has no row for position 19"),
         (store_something_else, "column experts does not come back as it was written"),
-        (record_one_expert_twice, "names one expert twice"),
+        (record_one_expert_twice, "a row names one expert twice"),
     ],
 )
 def test_the_self_test_refuses_to_serve(fault, message, monkeypatch):
