@@ -67,6 +67,8 @@ def _joined(parts: list[Scores]) -> Scores | None:
         top_ids=tuple(row for part in parts for row in part.top_ids),
         top_logprobs=tuple(row for part in parts for row in part.top_logprobs),
         id_logprobs=tuple(row for part in parts for row in part.id_logprobs),
+        masks=tuple(row for part in parts for row in part.masks),
+        mask_logprobs=tuple(x for part in parts for x in part.mask_logprobs),
     )
 
 

@@ -65,6 +65,9 @@ class Generation:
             request's ``LogprobParams`` name.
         top_logprobs: for each token, if asked for, the likeliest (id, logprob).
         id_logprobs: for each token, if asked for, logprobs of ``token_ids_logprob``.
+        sampling_mask: for each token, if asked for, the ids that its draw could have drawn,
+            ascending; none for a draw that truncation cut nothing off.
+        mask_logprobs: of each token among those.
         prompt_logprobs: of the prompt from ``logprob_start_len`` on, None for position 0;
             empty if not asked for.
         prompt_top_logprobs, prompt_id_logprobs: the same for prompt positions, from
@@ -94,6 +97,8 @@ class Generation:
     usage: Usage
     captured: Captured
     routes: RouteTrace | None = None
+    sampling_mask: tuple[tuple[int, ...], ...] = ()
+    mask_logprobs: tuple[float, ...] = ()
 
 
 class RequestDecoder:
@@ -202,6 +207,8 @@ def _generation(request: Request, parts: list[StreamEvent]) -> Generation:
         usage=last.usage,
         captured=_joined([part.captured for part in parts if part.captured]),
         routes=last.routes,
+        sampling_mask=tuple(row for part in scores for row in part.masks),
+        mask_logprobs=tuple(value for part in scores for value in part.mask_logprobs),
     )
 
 

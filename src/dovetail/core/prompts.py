@@ -63,9 +63,10 @@ def prompt_of(body: GenerateBody) -> Prompt:
 
 def logprobs_of(body: GenerateBody) -> LogprobParams | None:
     """Return what a request body asks to be told beside text and ids; None is no logprobs."""
-    if not body.return_logprob:
+    if not (body.return_logprob or body.return_sampling_mask):
         return None
     return LogprobParams(
+        sampling_mask=body.return_sampling_mask,
         kind=body.logprob_kind,
         logprob_start_len=body.logprob_start_len,
         top_logprobs_num=body.top_logprobs_num,

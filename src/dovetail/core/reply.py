@@ -60,6 +60,9 @@ def _output_logprobs(generation: Generation, asked: LogprobParams) -> dict[str, 
         reply["output_token_ids_logprobs"] = [
             _of_ids(row, asked.token_ids_logprob) for row in generation.id_logprobs
         ]
+    if asked.sampling_mask:
+        reply["output_token_sampling_mask"] = [list(ids) for ids in generation.sampling_mask]
+        reply["output_token_sampling_logprobs"] = list(generation.mask_logprobs)
     return reply
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.config.capture import ColumnSpec
-from dovetail.config.payload import PAYLOAD_ALIGN
+from dovetail.config.payload import MASK_HEAD_WORDS, PAYLOAD_ALIGN
 from dovetail.sched.plan import Readout, Score, StepPlan, StepResult, TokenScores
 
 RESULT_WORDS = 3
@@ -43,13 +43,17 @@ class PayloadSlice:
 
 @dataclass(frozen=True, slots=True)
 class ScoreSlices:
-    """Where the four arrays of one ``Score`` lie; see ``TokenScores``."""
+    """Where the arrays of one ``Score`` lie; see ``TokenScores``.
+
+    ``mask`` holds the number of ids, the logprob's bits, and room for the ids.
+    """
 
     score: Score
     logprobs: PayloadSlice
     top_ids: PayloadSlice
     top_logprobs: PayloadSlice
     id_logprobs: PayloadSlice
+    mask: PayloadSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,9 @@ def payload_layout(plan: StepPlan, columns: dict[str, ColumnSpec]) -> PayloadLay
             top_ids=place(np.dtype(np.int32), score.count, score.num_top),
             top_logprobs=place(np.dtype(np.float32), score.count, score.num_top),
             id_logprobs=place(np.dtype(np.float32), score.count, score.num_ids),
+            mask=place(np.dtype(np.int32), MASK_HEAD_WORDS + score.max_mask)
+            if score.max_mask
+            else place(np.dtype(np.int32), 0),
         )
 
     readouts = tuple(
@@ -138,9 +145,13 @@ def read_result(
 
 
 def _read_scores(slices: ScoreSlices, block: Bytes) -> TokenScores:
+    mask = slices.mask.view(block).astype(np.int32)
+    num_ids = int(mask[0]) if len(mask) else 0
     return TokenScores(
         logprobs=slices.logprobs.view(block).astype(np.float32),
         top_ids=slices.top_ids.view(block).astype(np.int32),
         top_logprobs=slices.top_logprobs.view(block).astype(np.float32),
         id_logprobs=slices.id_logprobs.view(block).astype(np.float32),
+        mask_ids=mask[MASK_HEAD_WORDS : MASK_HEAD_WORDS + num_ids],
+        mask_logprobs=mask[1:MASK_HEAD_WORDS].view(np.float32),
     )

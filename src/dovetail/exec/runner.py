@@ -16,6 +16,7 @@ from torch import Tensor
 from dovetail.attention.backend import ForwardContext
 from dovetail.attention.paged import PagedAttention
 from dovetail.capture.rows import StepRows
+from dovetail.config.payload import MASK_HEAD_WORDS
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.batch import DeviceBatch, StepInputs, check_handles, sequence_slots, unpack
 from dovetail.exec.device import Device
@@ -31,6 +32,7 @@ from dovetail.exec.state import DeviceState
 from dovetail.kernels import api
 from dovetail.kernels.scratch import Scratch
 from dovetail.models.causal_lm import CausalLM
+from dovetail.sampling.masks import Support, support_of
 from dovetail.sampling.sampler import History, draw
 from dovetail.sched.plan import LogprobKindId, RowStatus
 
@@ -101,7 +103,10 @@ class StepRunner:
         if payload is not None:
             self._pack_snapshot(batch, layout, payload)
             targets = torch.from_numpy(packet.fields["targets"].astype(np.int64))
-            self._write_scores(batch, hidden_TM, layout, payload, targets, draws, draw_of_row)
+            packed = self._packed(result)
+            self._write_scores(
+                batch, hidden_TM, layout, payload, packed, targets, draws, draw_of_row
+            )
 
     def _keep_rows(self, batch: DeviceBatch) -> None:
         """Store what is kept of each token at its cache slot, that of padding at the sink."""
@@ -190,6 +195,7 @@ class StepRunner:
         hidden_TM: Tensor,
         layout: PayloadLayout,
         payload: Bytes,
+        packed: NDArray[np.int32],
         targets: Tensor,
         draws: api.Draws | None,
         draw_of_row: NDArray[np.int64],
@@ -203,6 +209,12 @@ class StepRunner:
                 index = draw_of_row[score.row]
                 logits_1V, total_1 = draws.reported_NV[index, None], draws.log_total_N[index, None]
                 _write_alternatives(slices, payload, 0, logits_1V, total_1, ids_J)
+                if score.max_mask:
+                    is_greedy = self._state.sampling.columns["temperature"][slot] == 0
+                    support = support_of(draws, index, is_greedy=bool(is_greedy))
+                    is_written = _write_mask(slices, payload, support)
+                    if not is_written and packed[2, score.row] == RowStatus.OK:
+                        packed[2, score.row] = RowStatus.LARGE_SUPPORT
                 continue
             first = int(batch.first_token_R[score.row]) + score.first
             self._score_prompt(
@@ -243,6 +255,18 @@ class StepRunner:
 
     def _slots_of(self, slot: int, num_tokens: int) -> NDArray[np.int64]:
         return sequence_slots(self._state, slot, num_tokens, self._config.page_size)
+
+
+def _write_mask(slices: ScoreSlices, payload: Bytes, support: Support) -> bool:
+    """Write the support of a draw; False if it has too many ids."""
+    mask, num_ids = slices.mask.view(payload), len(support.ids_S)
+    if num_ids > slices.score.max_mask:
+        mask[0] = 0
+        return False
+    mask[0] = num_ids
+    mask[1:MASK_HEAD_WORDS] = np.float32(support.logprob).view(np.int32)
+    mask[MASK_HEAD_WORDS : MASK_HEAD_WORDS + num_ids] = support.ids_S.numpy()
+    return True
 
 
 def _write_alternatives(

@@ -20,6 +20,7 @@ from dovetail.sched.plan import (
     TokenWrites,
 )
 from dovetail.sched.sequence import Sequence
+from dovetail.wire.validate import MAX_MASK_IDS
 
 
 class PlanBuilder:
@@ -130,7 +131,10 @@ class PlanBuilder:
     def _add_score(self, sequence: Sequence, *, first: int, count: int, is_prompt: bool) -> None:
         logprobs = sequence.request.logprobs
         num_top, num_ids = logprobs.top_logprobs_num, len(logprobs.token_ids_logprob)
-        self._scores.append(Score(self._num_rows - 1, first, count, num_top, num_ids, is_prompt))
+        max_mask = MAX_MASK_IDS if logprobs.sampling_mask and not is_prompt else 0
+        self._scores.append(
+            Score(self._num_rows - 1, first, count, num_top, num_ids, is_prompt, max_mask)
+        )
         if is_prompt:
             self._payload_bytes_left -= score_bytes(count, num_top=num_top, num_ids=num_ids)
 

@@ -55,6 +55,8 @@ def _scores(parts: list[TokenScores]) -> Scores | None:
         top_ids=_rows([part.top_ids for part in parts]),
         top_logprobs=_rows([part.top_logprobs for part in parts]),
         id_logprobs=_rows([part.id_logprobs for part in parts]),
+        masks=tuple(tuple(p.mask_ids.tolist()) for p in parts if len(p.mask_logprobs)),
+        mask_logprobs=tuple(x for part in parts for x in part.mask_logprobs.tolist()),
     )
 
 

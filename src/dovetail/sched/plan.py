@@ -24,6 +24,7 @@ class RowStatus(IntEnum):
     OK = 0
     NON_FINITE = 1  # the logits hold NaN or only infinities
     EMPTY_SUPPORT = 2  # no token was left to draw from
+    LARGE_SUPPORT = 3  # more tokens were left than the sampling mask that was asked for can hold
 
 
 class LogprobKindId(IntEnum):
@@ -50,6 +51,10 @@ MAX_REPORTED_IDS = 128
 
 def _no_ids() -> NDArray[np.int32]:
     return np.zeros(0, dtype=np.int32)
+
+
+def _no_logprobs() -> NDArray[np.float32]:
+    return np.zeros(0, dtype=np.float32)
 
 
 def _freeze(value: object) -> None:
@@ -198,6 +203,7 @@ class Score:
         num_ids: ids of the slot's report table to report.
         is_prompt: the next tokens are known (``StepPlan.targets``) and their logprobs are
             reported; else the next token is sampled, and ``count`` is 1.
+        max_mask: most ids of the draw's support to report; 0 reports none. Not for prompts.
     """
 
     row: int
@@ -206,6 +212,7 @@ class Score:
     num_top: int
     num_ids: int
     is_prompt: bool
+    max_mask: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +224,16 @@ class TokenScores:
         top_ids: int32 [P, K], likeliest first.
         top_logprobs: float32 [P, K].
         id_logprobs: float32 [P, J].
+        mask_ids: int32, the support of the draw; empty if nothing was cut off, or not asked for.
+        mask_logprobs: float32 [1] of the drawn token within it; empty if not asked for.
     """
 
     logprobs: NDArray[np.float32]
     top_ids: NDArray[np.int32]
     top_logprobs: NDArray[np.float32]
     id_logprobs: NDArray[np.float32]
+    mask_ids: NDArray[np.int32] = field(default_factory=_no_ids)
+    mask_logprobs: NDArray[np.float32] = field(default_factory=_no_logprobs)
 
 
 @dataclass(frozen=True, slots=True)

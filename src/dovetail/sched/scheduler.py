@@ -28,6 +28,7 @@ from dovetail.sched.slots import SlotTable
 from dovetail.sched.stop import StopMatcher
 from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason, TokenEvent
+from dovetail.wire.validate import MAX_MASK_IDS
 
 RETRY_STEPS = 16
 """Steps until memory that was short is asked for again if none is given back: those that run come
@@ -38,6 +39,8 @@ _RUNNING = SequenceState.RUNNING
 _STATUS_MESSAGES = {
     RowStatus.NON_FINITE: "the model produced logits that are not finite",
     RowStatus.EMPTY_SUPPORT: "no token was left to sample from",
+    RowStatus.LARGE_SUPPORT: f"the sampling mask of a token has more than {MAX_MASK_IDS} ids; "
+    f"lower top_k (to {MAX_MASK_IDS} at most) or top_p",
 }
 
 

@@ -150,7 +150,11 @@ class Sequence:
         self.samples_left = request.max_new_tokens
         self.publish_at = NO_LIMIT
         logprobs = request.logprobs
-        self.wants_scores = logprobs.top_logprobs_num > 0 or len(logprobs.token_ids_logprob) > 0
+        self.wants_scores = (
+            logprobs.top_logprobs_num > 0
+            or len(logprobs.token_ids_logprob) > 0
+            or logprobs.sampling_mask
+        )
         self.known_ids: list[int] = list(request.prompt_token_ids)
         self.record = TokenRecord()
         self.stop_matcher = stop_matcher

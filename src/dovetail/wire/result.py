@@ -51,12 +51,17 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
             whose logprobs stand in the event.
         top_ids, top_logprobs: the likeliest ids, likeliest first; empty if not asked for.
         id_logprobs: of the ids that were asked for, in their order; empty if not asked for.
+        masks: the tokens that each draw could have drawn, ascending; none of them for a draw that
+            truncation cut nothing off. Empty if not asked for.
+        mask_logprobs: of the chosen tokens among those.
     """
 
     logprobs: tuple[float, ...] = ()
     top_ids: tuple[tuple[int, ...], ...] = ()
     top_logprobs: tuple[tuple[float, ...], ...] = ()
     id_logprobs: tuple[tuple[float, ...], ...] = ()
+    masks: tuple[tuple[int, ...], ...] = ()
+    mask_logprobs: tuple[float, ...] = ()
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -23,6 +23,8 @@ MAX_LOGIT_BIASES = 512
 MAX_BIAS = 1e4
 MAX_TOP_LOGPROBS = 128
 MAX_SAMPLES = 1024
+MAX_MASK_IDS = 512
+"""Most tokens of a sampling mask; a draw with more ends its request with an error."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
