@@ -16,6 +16,7 @@ from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.request import GenerateBody, LogprobParams, Request, SamplingParams
 from dovetail.wire.validate import (
     Limits,
+    validated_label,
     validated_logprobs,
     validated_prompt,
     validated_sampling,
@@ -99,8 +100,6 @@ class RequestMaker:
                 raise RequestError(
                     "capture", f"{name!r} is no column of this engine; it has {known}"
                 )
-        if group is not None and type(group) is not str:
-            raise RequestError("group", f"is {group!r}; give a text")
         if type(priority) is not int or not -(2**31) <= priority < 2**31:
             raise RequestError("priority", f"is {priority!r}; give an integer of 32 bits")
         seed = sampling.sampling_seed
@@ -114,10 +113,10 @@ class RequestMaker:
                 prompt_len=len(prompt_token_ids),
                 limits=self._limits,
             ),
-            group=group,
+            group=validated_label("group", group),
             priority=priority,
             capture=tuple(dict.fromkeys(capture)),
-            label=label,
+            label=validated_label("rid", label),
         )
 
     def make_all(
@@ -201,8 +200,7 @@ def _made(name: str, makers: Sequence[Callable[[], Request]]) -> list[Request]:
         except RequestError as error:
             if len(makers) == 1:
                 raise
-            message = str(error).removeprefix(f"{error.field}: ")
-            raise RequestError(f"{name}[{index}].{error.field}", message) from None
+            raise RequestError(f"{name}[{index}].{error.field}", error.message) from None
     return requests
 
 
