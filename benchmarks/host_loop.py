@@ -62,7 +62,7 @@ class HostLoop:
             seed=0,
         )
         self._num_requests += 1
-        self.loop.outbox.open(request.request_id, lambda event: None)
+        self.loop.outbox.open(request.request_id, lambda news: None)
         self.loop.inbox.put(Admit(request))
 
 

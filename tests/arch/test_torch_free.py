@@ -45,7 +45,7 @@ def import_without_torch(names: list[str]) -> subprocess.CompletedProcess[str]:
 
 def test_host_half_imports_without_torch() -> None:
     names = [source.name for source in sources() if source.layer in TORCH_FREE]
-    names += ["dovetail", "dovetail.exec.fake"]
+    names += ["dovetail", "dovetail.exec.fake", "dovetail.core.client"]
     done = import_without_torch(names)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(len(names))

@@ -316,7 +316,7 @@ def test_a_nan_in_an_early_chunk_ends_the_request_and_is_not_shared(
             assert good.token_ids == alone.token_ids != ()
             assert good.finish_reason == alone.finish_reason
             num_good = 5 // chunk_size * chunk_size  # tokens of chunks before that of the NaN
-            shared = engine.ledger.match_len(b"", prompt, max_cached=len(prompt))
+            shared = engine.port.ledger.match_len(b"", prompt, max_cached=len(prompt))
             assert shared == num_good // 4 * 4
         (scored,) = engine.generate([prompt], SamplingParams(max_new_tokens=0))
         assert scored.finish_reason.type == "error"

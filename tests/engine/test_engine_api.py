@@ -451,7 +451,7 @@ def test_close_answers_who_waits(fx_count_folder):
 @pytest.mark.parametrize("lanes", ["inline", "threaded"])
 def test_a_failing_loop_leaves_nobody_waiting(fx_count_folder, lanes, monkeypatch):
     engine = Engine(fx_count_folder, max_running=2, lanes=lanes)
-    submit, num_steps = engine._loop.executor.submit, 0
+    submit, num_steps = engine.port.loop.executor.submit, 0
 
     def fail_in_step_5(plan):
         nonlocal num_steps
@@ -460,7 +460,7 @@ def test_a_failing_loop_leaves_nobody_waiting(fx_count_folder, lanes, monkeypatc
             raise ZeroDivisionError("injected")
         return submit(plan)
 
-    monkeypatch.setattr(engine._loop.executor, "submit", fail_in_step_5)
+    monkeypatch.setattr(engine.port.loop.executor, "submit", fail_in_step_5)
     stream = engine.stream([1], ENDLESS)  # two run at once, the others wait or come too late
     errors = in_time(
         lambda: engine.generate([[2], [3]], ENDLESS),
@@ -477,7 +477,7 @@ def test_a_failing_loop_leaves_nobody_waiting(fx_count_folder, lanes, monkeypatc
 
 def test_a_failure_on_a_lane_is_a_device_error(fx_count_folder, monkeypatch):
     engine = Engine(fx_count_folder, lanes="threaded")
-    monkeypatch.setattr(engine._loop.executor._runner._model, "hidden", lambda context: 1 / 0)
+    monkeypatch.setattr(engine.port.loop.executor._runner._model, "hidden", lambda context: 1 / 0)
     (error,) = in_time(lambda: engine.generate([1], GREEDY))
     assert isinstance(error, EngineClosed) and "DeviceError" in str(error)
     in_time(engine.close)

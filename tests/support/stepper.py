@@ -14,7 +14,7 @@ from dovetail.cache.groups import PagedGroup
 from dovetail.cache.ledger import KVLedger
 from dovetail.config.schema import EngineConfig
 from dovetail.core.loop import EngineLoop
-from dovetail.core.mailbox import Inbox, Outbox
+from dovetail.core.mailbox import Inbox, News, Outbox
 from dovetail.exec.pending import StepExecutor
 from dovetail.sched.plan import StepPlan
 from dovetail.sched.scheduler import Scheduler
@@ -114,8 +114,12 @@ class Stepper:
         outputs = self.samples[request_id] = [Output() for _ in range(params.n)]
         self.outputs[request_id] = outputs[0]
 
-        def deliver(event: TokenEvent | Exception) -> None:
-            assert isinstance(event, TokenEvent), event
+        def deliver(news: News) -> None:
+            assert not isinstance(news, Exception), news
+            for event in news:
+                note(event)
+
+        def note(event: TokenEvent) -> None:
             output = outputs[event.sample_index]
             assert output.finish is None, "an event after the last one"
             output.num_events += 1

@@ -4,6 +4,7 @@ Owns the order of things and nothing else. ``depth`` steps may be in flight whil
 next one is planned; 0 is synchronous and 1 is overlap, with the same code.
 """
 
+import time
 from collections import deque
 
 from dovetail.core.mailbox import Inbox, Outbox
@@ -14,7 +15,11 @@ from dovetail.wire.control import Abort, AbortGroup, Admit, Close, Message
 
 
 class EngineLoop:
-    """Runs one scheduler against one executor. One thread calls ``run``."""
+    """Runs one scheduler against one executor. One thread calls ``run``.
+
+    ``turned_at`` is when the last turn began (``time.monotonic``); idle turns count, so on a loop
+    that works it is never old.
+    """
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class EngineLoop:
         self.depth = depth
         self.inflight: deque[PendingStep] = deque()
         self.is_closing = False
+        self.turned_at = time.monotonic()
 
     @property
     def is_idle(self) -> bool:
@@ -55,6 +61,7 @@ class EngineLoop:
 
     def step(self) -> None:
         """Do one turn of the loop."""
+        self.turned_at = time.monotonic()
         for message in self.inbox.take(wait=self.is_idle):
             self.apply(message)
         plan = self.scheduler.plan()

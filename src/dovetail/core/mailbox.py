@@ -5,16 +5,19 @@ Owns the only places where client threads and the loop thread meet.
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dovetail.errors import EngineClosed, EngineError
 from dovetail.wire.control import Message
 from dovetail.wire.result import TokenEvent
 
-IDLE_WAIT_SECONDS = 1.0
+IDLE_WAIT_SECONDS = 0.5
 
-Deliver = Callable[[TokenEvent | EngineError], None]
-"""Hands one piece of news to a client; called on the loop thread, must not block."""
+News = Sequence[TokenEvent] | EngineError
+"""Events of one step, or the error that has ended every request a client has open."""
+
+Deliver = Callable[[News], None]
+"""Hands news to a client; called on the engine's thread, must not block."""
 
 
 class Inbox:
@@ -64,15 +67,21 @@ class Outbox:
             self._streams[request_id] = deliver
             self._num_open[request_id] = num_samples
 
-    def put(self, events: list[TokenEvent]) -> None:
-        """Deliver events; a stream ends with its request's last event."""
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the loop has ended; None while it runs."""
+        return self._failure
+
+    def put(self, events: Sequence[TokenEvent]) -> None:
+        """Deliver events, in one call a client; a stream ends with its request's last event."""
+        batches: dict[Deliver, list[TokenEvent]] = {}
         with self._lock:
-            clients = [self._streams[event.request_id] for event in events]
             for event in events:
+                batches.setdefault(self._streams[event.request_id], []).append(event)
                 if event.finish is not None:
                     self._end_one(event.request_id)
-        for deliver, event in zip(clients, events, strict=True):
-            deliver(event)
+        for deliver, batch in batches.items():
+            deliver(batch)
 
     def _end_one(self, request_id: int) -> None:
         self._num_open[request_id] -= 1
@@ -81,10 +90,16 @@ class Outbox:
             del self._streams[request_id]
 
     def close(self, failure: EngineError) -> None:
-        """Tell every open stream, and every later one, that the loop has ended."""
+        """Tell every client with open streams, and every later one, that the loop has ended.
+
+        The first failure counts; a second call changes nothing.
+        """
         with self._lock:
+            if self._failure is not None:
+                return
             self._failure = failure
-            streams = list(self._streams.values())
+            clients = dict.fromkeys(self._streams.values())
             self._streams.clear()
-        for deliver in streams:
+            self._num_open.clear()
+        for deliver in clients:
             deliver(failure)

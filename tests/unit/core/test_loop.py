@@ -1,8 +1,10 @@
 """The loop answers everybody, whatever ends it."""
 
+from collections.abc import Callable
+
 import pytest
 
-from dovetail.core.mailbox import Inbox, Outbox
+from dovetail.core.mailbox import Inbox, News, Outbox
 from dovetail.errors import DeviceError, EngineClosed
 from dovetail.exec.pending import PendingStep
 from dovetail.sched.plan import StepPlan
@@ -40,12 +42,21 @@ class Faulty:
             raise RuntimeError("the device does not even close")
 
 
+def told(request_id: int, news: list) -> Callable[[News], None]:
+    """A client that notes each piece of news with the request that it opened."""
+
+    def deliver(what: News) -> None:
+        news.extend((request_id, one) for one in ([what] if isinstance(what, Exception) else what))
+
+    return deliver
+
+
 def running(device: Faulty) -> tuple[Stepper, list]:
     """A loop with two requests, whose news go to the list."""
     made, news = Stepper(CONFIG, device, token_bytes=LETTERS.__getitem__), []
     for prompt in ([5, 6], [7, 8]):
         request_id = made.add(prompt, max_new_tokens=5, ignore_eos=True)
-        made.outbox.open(request_id, lambda event, who=request_id: news.append((who, event)))
+        made.outbox.open(request_id, told(request_id, news))
     return made, news
 
 
@@ -92,7 +103,7 @@ def test_who_comes_after_close_is_sent_away_at_once():
         made.loop.step()
     made.inbox.put(Close())
     request_id = made.add([9], max_new_tokens=20, ignore_eos=True)
-    made.outbox.open(request_id, lambda event: news.append((request_id, event)))
+    made.outbox.open(request_id, told(request_id, news))
     made.loop.run()
     last = dict(news)[request_id]
     assert isinstance(last, TokenEvent)

@@ -1,0 +1,142 @@
+"""The engine that runs its loop on a thread of this process.
+
+Owns the loop's thread and the life of the parts. Must not decide anything that a part decides, and
+knows nothing of text but the bytes of tokens.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dovetail.cache.groups import PagedGroup
+from dovetail.cache.ledger import KVLedger
+from dovetail.config.schema import EngineConfig
+from dovetail.core.loop import EngineLoop
+from dovetail.core.mailbox import Deliver, Inbox, Outbox
+from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, health_of
+from dovetail.dist.comm import LocalComm
+from dovetail.exec.device import CpuDevice, Device, ThreadedCpuDevice
+from dovetail.exec.executor import Executor
+from dovetail.models.registry import build_model
+from dovetail.sched.scheduler import Scheduler
+from dovetail.text.tokenizer import Tokenizer
+from dovetail.weights.load import load_weights
+from dovetail.wire.control import Abort, AbortGroup, Admit, Close
+from dovetail.wire.request import Request
+from dovetail.wire.status import EngineStats, Health
+
+Progress = Callable[[int, int], None]
+
+
+class LocalEngine:
+    """An ``EnginePort`` with the loop on a thread of its own in this process.
+
+    Args:
+        config: what was decided.
+        tokenizer: of the same model.
+        on_progress: called with (bytes read, bytes in all) while weights load.
+        device: for tests; None makes the one that the configuration names.
+        health_timeout_s: a loop that has not turned for longer is ``stalled``.
+
+    Raises:
+        ConfigError: the weights cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        *,
+        on_progress: Progress | None = None,
+        device: Device | None = None,
+        health_timeout_s: float = HEALTH_TIMEOUT_SECONDS,
+    ) -> None:
+        self.config = config
+        self.ledger = KVLedger(
+            (PagedGroup(name="paged", page_size=config.page_size),), (config.num_pages,)
+        )
+        self.scheduler = Scheduler(
+            config,
+            self.ledger,
+            token_bytes=tokenizer.token_bytes,
+            special_ids=tokenizer.special_ids,
+        )
+        self._inbox, self._outbox = Inbox(), Outbox()
+        self.loop = EngineLoop(
+            self.scheduler,
+            _build_executor(config, device, on_progress),
+            inbox=self._inbox,
+            outbox=self._outbox,
+            depth=config.depth,
+        )
+        self._health_timeout_s = health_timeout_s
+        self._thread = threading.Thread(target=self._run, name="dovetail-loop", daemon=True)
+        self._thread.start()
+        # Also when Python exits: a thread that is ended within torch takes the process down.
+        weakref.finalize(self, _end_loop, self._inbox, self._thread)
+
+    def start(self, request: Request, deliver: Deliver) -> None:
+        """Begin a request; see ``EnginePort``."""
+        self._outbox.open(request.request_id, deliver, num_samples=request.sampling.n)
+        self._inbox.put(Admit(request))
+
+    def send(self, message: Abort | AbortGroup) -> None:
+        """Pass a message to the loop."""
+        self._inbox.put(message)
+
+    def stats(self) -> EngineStats:
+        """Return counts of this moment; exact when the engine is idle."""
+        pages = self.ledger.stats()
+        return EngineStats(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_pages=pages.total,
+            num_free_pages=pages.free,
+            num_cached_pages=pages.evictable,
+            num_cached_tokens=pages.hit_tokens,
+        )
+
+    @property
+    def turn_age_s(self) -> float:
+        """Seconds since the loop last began a turn."""
+        return time.monotonic() - self.loop.turned_at
+
+    def health(self) -> Health:
+        """Say whether the loop turns."""
+        return health_of(
+            self._outbox.failure, turn_age_s=self.turn_age_s, timeout_s=self._health_timeout_s
+        )
+
+    def close(self) -> None:
+        """Abort what is open, end the loop and its thread; waits for the step in flight."""
+        _end_loop(self._inbox, self._thread)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.config.num_threads)
+        self.loop.run()
+
+
+def _end_loop(inbox: Inbox, thread: threading.Thread) -> None:
+    inbox.put(Close())
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def _build_executor(
+    config: EngineConfig, device: Device | None, on_progress: Progress | None
+) -> Executor:
+    if device is None:
+        device = ThreadedCpuDevice() if config.lanes == "threaded" else CpuDevice()
+    comm = LocalComm()
+    model = build_model(
+        config.model,
+        dtype=getattr(torch, config.dtype),
+        device=device.torch_device,
+        comm=comm,
+    )
+    load_weights(model, Path(config.model_folder), comm=comm, on_progress=on_progress)
+    return Executor(config, model, device)
