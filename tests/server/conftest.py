@@ -1,0 +1,20 @@
+"""A server of the embedded model for each module that asks for one, and the same engine beside it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from dovetail import Engine
+from tests.support.server import Server, start_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with start_server("--num-pages", "1024") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(num_pages=1024) as made:
+        yield made
