@@ -20,27 +20,36 @@ class EngineError(Exception):
 class ConfigError(EngineError):
     """A configuration or model folder cannot be used.
 
-    ``field`` names the option, file or tensor at fault.
+    ``field`` names the option, file or tensor at fault, ``message`` says what is wrong with it.
     """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
 
 
 class RequestError(EngineError):
     """A request cannot be served as asked.
 
-    ``field`` names the request field at fault.
+    ``field`` names the request field at fault, ``message`` says what is wrong with it.
     """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
 
 
 class CapacityError(EngineError):
-    """The engine has no room for this request now."""
+    """The engine has no room for this request now.
+
+    ``retry_after_s`` suggests when to try again.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DeviceError(EngineError):

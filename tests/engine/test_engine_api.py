@@ -384,6 +384,13 @@ def test_without_a_prefix_cache_nothing_is_cached(fx_count_folder):
         assert stats.num_cached_pages == 0 and stats.num_free_pages == stats.num_pages
 
 
+def test_generate_queues_whatever_it_is_given(fx_count_folder):
+    """The limit on who may wait is for engines that are served."""
+    with Engine(fx_count_folder, max_running=2, max_queued=1) as engine:
+        got = engine.generate([[i] for i in range(200)], SamplingParams(max_new_tokens=0))
+    assert [generation.prompt_token_ids for generation in got] == [(i,) for i in range(200)]
+
+
 # -- threads, lanes, several engines --------------------------------------------------------
 
 

@@ -75,6 +75,7 @@ def plain_config(
         num_pages=num_pages,
         context_len=context_len,
         max_running=max_running,
+        max_queued=4096,
         chunk_size=chunk_size,
         max_step_tokens=chunk_size + max_running,
         max_payload_bytes=max_payload_bytes or least_payload,

@@ -51,6 +51,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="most sequences that run at once (default: 128)",
     )  # fmt: skip
     group.add_argument(
+        "--max-queued", default=_UNSET, type=int, metavar="N",
+        help="most sequences that wait beside them when served (default: 4096)",
+    )  # fmt: skip
+    group.add_argument(
         "--chunk-size", default=_UNSET, type=int, metavar="TOKENS",
         help="most prompt tokens forwarded in a step, -1 for no limit (default: 512)",
     )  # fmt: skip

@@ -65,7 +65,9 @@ def resolve(options: EngineOptions) -> EngineConfig:
     reasons["depth"] = "default: overlap" if options.depth is None else "given"
     chunk_size = _decide_chunk_size(options, context_len, reasons)
     reasons["max_step_tokens"] = "chunk_size + max_running: a chunk beside a full decode batch"
-    for name in ("device", "page_size", "max_running", "policy", "prefix_cache", "lanes"):
+    for name in (
+        "device", "page_size", "max_running", "max_queued", "policy", "prefix_cache", "lanes",
+    ):  # fmt: skip
         reasons[name] = _given(options, name)
     return EngineConfig(
         model_folder=str(folder.resolve()),
@@ -77,6 +79,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         num_pages=num_pages,
         context_len=context_len,
         max_running=options.max_running,
+        max_queued=options.max_queued,
         chunk_size=chunk_size,
         max_step_tokens=chunk_size + options.max_running,
         max_payload_bytes=_decide_payload_bytes(options, context_len, reasons),
@@ -118,6 +121,7 @@ def _check_ranges(options: EngineOptions) -> None:
         ("num_pages", 1, 2**31 - 1),
         ("context_len", 2, 2**31 - 1),
         ("max_running", 1, 65536),
+        ("max_queued", 0, 2**31 - 1),
         ("num_threads", 1, 1024),
     ):
         value = getattr(options, name)

@@ -30,6 +30,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         num_pages: the KV pool in pages; wins over ``kv_memory``.
         context_len: most tokens of prompt and output together; None is the model's.
         max_running: most sequences that run at once.
+        max_queued: most sequences that wait beside those that run, in an engine that is served;
+            who comes when it is full is told to come again. ``dovetail.Engine`` queues all it gets.
         chunk_size: most prompt tokens forwarded in a step, up to 1048576; -1 is no limit.
         policy: who of the waiting starts first: ``fcfs`` (first come, first served),
             ``priority`` (higher first), ``longest-prefix`` (most of its prompt cached first).
@@ -47,6 +49,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_pages: int | None = None
     context_len: int | None = None
     max_running: int = 128
+    max_queued: int = 4096
     chunk_size: int = 512
     policy: PolicyName = "fcfs"
     prefix_cache: bool = True
@@ -79,6 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     context_len: int
     max_running: int
+    max_queued: int
     chunk_size: int
     max_step_tokens: int
     max_payload_bytes: int
@@ -92,3 +96,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def max_pages_per_sequence(self) -> int:
         """Length of one page table: pages that hold a whole context."""
         return -(-self.context_len // self.page_size)
+
+    @property
+    def max_open(self) -> int:
+        """Most sequences that a served engine takes on: those that run and those that wait."""
+        return self.max_running + self.max_queued

@@ -60,6 +60,7 @@ class EngineClient:
 
         Raises:
             EngineClosed: the engine has been closed or has failed.
+            CapacityError: as many generations run or wait as the engine takes on.
         """
         loop = asyncio.get_running_loop()
         newsstand = self._newsstands.get(loop)

@@ -40,6 +40,7 @@ class LocalEngine:
         tokenizer: of the same model.
         on_progress: called with (bytes read, bytes in all) while weights load.
         device: for tests; None makes the one that the configuration names.
+        max_open: most generations that may run or wait; None is no limit.
         health_timeout_s: a loop that has not turned for longer is ``stalled``.
 
     Raises:
@@ -53,6 +54,7 @@ class LocalEngine:
         *,
         on_progress: Progress | None = None,
         device: Device | None = None,
+        max_open: int | None = None,
         health_timeout_s: float = HEALTH_TIMEOUT_SECONDS,
     ) -> None:
         self.config = config
@@ -65,7 +67,7 @@ class LocalEngine:
             token_bytes=tokenizer.token_bytes,
             special_ids=tokenizer.special_ids,
         )
-        self._inbox, self._outbox = Inbox(), Outbox()
+        self._inbox, self._outbox = Inbox(), Outbox(max_open=max_open)
         self.loop = EngineLoop(
             self.scheduler,
             _build_executor(config, device, on_progress),

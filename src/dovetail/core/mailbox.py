@@ -7,11 +7,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from dovetail.errors import EngineClosed, EngineError
+from dovetail.errors import CapacityError, EngineClosed, EngineError, RequestError
 from dovetail.wire.control import Message
 from dovetail.wire.result import TokenEvent
 
 IDLE_WAIT_SECONDS = 0.5
+RETRY_AFTER_SECONDS = 1.0
+"""A place is free as soon as any generation ends, so there is no point in a longer wait."""
 
 News = Sequence[TokenEvent] | EngineError
 """Events of one step, or the error that has ended every request a client has open."""
@@ -45,11 +47,13 @@ class Inbox:
 class Outbox:
     """Routes events to the clients that opened a stream for them.
 
-    Invariant: every opened stream gets a last event or an error, also if the loop
-    has ended in between.
+    Invariants: every opened stream gets a last event or an error, also if the loop
+    has ended in between; no more than ``max_open`` generations are open at once (None is no limit).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_open: int | None = None) -> None:
+        self._max_open = max_open
+        self._total_open = 0
         self._lock = threading.Lock()
         self._streams: dict[int, Deliver] = {}
         self._num_open: dict[int, int] = {}
@@ -60,12 +64,31 @@ class Outbox:
 
         Raises:
             EngineClosed: the loop has ended.
+            CapacityError: there is no room for so many generations now.
+            RequestError: there will never be.
         """
         with self._lock:
             if self._failure is not None:
                 raise EngineClosed(str(self._failure))
+            self._check_room(num_samples)
+            self._total_open += num_samples
             self._streams[request_id] = deliver
             self._num_open[request_id] = num_samples
+
+    def _check_room(self, num_samples: int) -> None:
+        if self._max_open is None:
+            return
+        if num_samples > self._max_open:
+            raise RequestError(
+                "sampling_params.n",
+                f"is {num_samples}; this engine takes on at most {self._max_open} generations",
+            )
+        if self._total_open + num_samples > self._max_open:
+            raise CapacityError(
+                f"{self._total_open} generations run or wait, and the engine takes on "
+                f"{self._max_open}; try again in {RETRY_AFTER_SECONDS:g} s",
+                retry_after_s=RETRY_AFTER_SECONDS,
+            )
 
     @property
     def failure(self) -> EngineError | None:
@@ -84,6 +107,7 @@ class Outbox:
             deliver(batch)
 
     def _end_one(self, request_id: int) -> None:
+        self._total_open -= 1
         self._num_open[request_id] -= 1
         if self._num_open[request_id] == 0:
             del self._num_open[request_id]
@@ -101,5 +125,6 @@ class Outbox:
             clients = dict.fromkeys(self._streams.values())
             self._streams.clear()
             self._num_open.clear()
+            self._total_open = 0
         for deliver in clients:
             deliver(failure)

@@ -33,6 +33,7 @@ class EnginePort(Protocol):
 
         Raises:
             EngineClosed: the engine has been closed or has failed.
+            CapacityError: as many generations run or wait as the engine takes on.
         """
         ...
 

@@ -215,8 +215,7 @@ def _made(name: str, makers: Sequence[Callable[[], Request]]) -> list[Request]:
         except RequestError as error:
             if len(makers) == 1:
                 raise
-            message = str(error).removeprefix(f"{error.field}: ")
-            raise RequestError(f"{name}[{index}].{error.field}", message) from None
+            raise RequestError(f"{name}[{index}].{error.field}", error.message) from None
     return requests
 
 

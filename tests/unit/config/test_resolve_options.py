@@ -60,6 +60,7 @@ def test_defaults(folder):
     assert (config.dtype, config.depth, config.context_len) == ("float32", 1, CONTEXT)
     assert (config.page_size, config.chunk_size, config.max_running) == (16, 512, 128)
     assert config.max_step_tokens == 512 + 128
+    assert (config.max_queued, config.max_open) == (4096, 4096 + 128)
     assert config.num_threads == 1
     assert config.model_folder == str(folder.resolve())
     assert config.max_pages_per_sequence == 13
@@ -75,6 +76,7 @@ def test_what_is_given_is_taken_and_says_so(folder):
         "num_pages": 77,
         "context_len": 50,
         "max_running": 3,
+        "max_queued": 0,
         "chunk_size": 9,
         "dtype": "bfloat16",
         "num_threads": 2,
@@ -124,6 +126,7 @@ def test_num_pages_wins_over_kv_memory(folder):
         ({"page_size": 2048}, "page_size", "is 2048"),
         ({"num_pages": 0}, "num_pages", "is 0"),
         ({"max_running": 0}, "max_running", "is 0"),
+        ({"max_queued": -1}, "max_queued", "is -1"),
         ({"num_threads": 0}, "num_threads", "is 0"),
         ({"context_len": 1}, "context_len", "is 1; the legal range is 2 to"),
         ({"chunk_size": 0}, "chunk_size", "is 0; give at least 1, or -1"),

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from dovetail.core.mailbox import Inbox, News, Outbox
-from dovetail.errors import DeviceError, EngineClosed
+from dovetail.errors import CapacityError, DeviceError, EngineClosed, RequestError
 from dovetail.exec.pending import PendingStep
 from dovetail.sched.plan import StepPlan
 from dovetail.wire.control import Abort, Close
-from dovetail.wire.result import TokenEvent
+from dovetail.wire.result import FinishReason, TokenEvent, Usage
 from tests.support.scripted import PagedFake, plain_config
 from tests.support.stepper import Stepper
 
@@ -145,3 +145,50 @@ def test_depth_is_the_number_of_steps_in_flight(depth):
     made.on_step = lambda _: most.append(len(made.loop.inflight))
     made.run()
     assert max(most) == depth
+
+
+# -- how many may be open -------------------------------------------------------------------
+
+
+def ended(request_id: int, sample_index: int = 0) -> TokenEvent:
+    """The last event of a generation."""
+    return TokenEvent(
+        request_id=request_id,
+        sample_index=sample_index,
+        token_ids=(),
+        logprobs=(),
+        epochs=(),
+        finish=FinishReason(type="length"),
+        usage=Usage(prompt_tokens=1, completion_tokens=0),
+    )
+
+
+def nobody(news: News) -> None:
+    """A client that does not listen."""
+
+
+def test_there_is_room_for_so_many_generations_and_again_when_one_has_ended():
+    outbox = Outbox(max_open=4)
+    outbox.open(1, nobody, num_samples=3)
+    outbox.open(2, nobody)
+    for num_samples in (1, 2):
+        with pytest.raises(CapacityError, match="4 generations run or wait") as caught:
+            outbox.open(3, nobody, num_samples=num_samples)
+        assert caught.value.retry_after_s > 0
+    outbox.put([ended(1, 2)])
+    outbox.open(3, nobody)
+    with pytest.raises(CapacityError):
+        outbox.open(4, nobody)
+    outbox.put([ended(1, 0), ended(1, 1), ended(2), ended(3)])
+    outbox.open(5, nobody, num_samples=4)
+
+
+def test_a_request_that_will_never_have_room_is_refused_for_good():
+    with pytest.raises(RequestError, match=r"sampling_params.n: is 5; .* at most 4 generations"):
+        Outbox(max_open=4).open(1, nobody, num_samples=5)
+
+
+def test_without_a_limit_all_are_taken():
+    outbox = Outbox()
+    for request_id in range(10_000):
+        outbox.open(request_id, nobody)
