@@ -4,6 +4,7 @@ Owns the mapping from exceptions to statuses and the form of an error body. Noth
 server makes an error body, so none carries a traceback.
 """
 
+import math
 from http import HTTPStatus
 from typing import Any
 
@@ -14,7 +15,6 @@ from starlette.responses import Response
 from dovetail.errors import CapacityError, EngineClosed, EngineError, RequestError
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_RETRY_AFTER_S = 1
 
 
 class HttpError(Exception):
@@ -55,7 +55,7 @@ def http_error(error: Exception) -> HttpError:
             code = "context_length_exceeded" if too_long else None
             return HttpError(400, str(error), param=error.field, code=code)
         case CapacityError():
-            headers = {"Retry-After": str(_RETRY_AFTER_S)}
+            headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
             return HttpError(429, str(error), code="server_full", headers=headers)
         case EngineClosed():
             return HttpError(503, str(error), code="engine_closed")

@@ -92,8 +92,7 @@ class NativeRoutes:
             except RequestError as error:
                 if not call.is_batch:
                     raise
-                message = str(error).removeprefix(f"{error.field}: ")
-                raise RequestError(error.field, f"in item {index} of the batch: {message}") from None
+                raise RequestError(error.field, f"in item {index} of the batch: {error.message}") from None
         return requests
 
     async def _answer(self, call: Call, requests: list[Request]) -> bytes:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dovetail.core.client import EngineClient
 from dovetail.core.generation import Generation, StreamEvent, collect
-from dovetail.errors import EngineClosed
+from dovetail.errors import EngineClosed, RequestError
 from dovetail.server.metrics import Metrics
 from dovetail.wire.request import Request
 
@@ -55,9 +55,15 @@ class Traffic:
 
         Raises:
             CapacityError, EngineClosed: the requests cannot run; none is left running.
+            RequestError: together they are more than the engine ever takes on.
         """
         if self._is_draining:
             raise EngineClosed("the server is ending; send the request to another")
+        num_samples, most = sum(r.sampling.n for r in requests), self._client.config.max_open
+        if num_samples > most:
+            raise RequestError(
+                "body", f"asks for {num_samples} generations; send at most {most} at once"
+            )
         if len(requests) == 1:
             async with aclosing(self._run_one(requests[0])) as events:
                 async for event in events:

@@ -200,8 +200,7 @@ def renamed(error: RequestError, field_of_prompt: str) -> RequestError:
     field = _RENAMED.get(error.field, error.field.removeprefix("sampling_params."))
     if field in ("text", "input_ids"):
         field = field_of_prompt
-    message = str(error).removeprefix(f"{error.field}: ").replace("max_new_tokens", "max_tokens")
-    return RequestError(field, message)
+    return RequestError(field, error.message.replace("max_new_tokens", "max_tokens"))
 
 
 def _check_names(raw: dict[str, Any], own: type[msgspec.Struct]) -> None:

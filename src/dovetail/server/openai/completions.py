@@ -80,8 +80,7 @@ class CompletionRoute:
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
-                message = str(error).removeprefix(f"{error.field}: ")
-                raise RequestError(error.field, f"in prompt {index}: {message}") from None
+                raise RequestError(error.field, f"in prompt {index}: {error.message}") from None
         return requests
 
     def _echoes(self, fields: CompletionFields, requests: list[Request]) -> list[str]:
