@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
@@ -100,7 +101,7 @@ class Application:
             try:
                 self._check_key(scope)
                 await self._router(scope, receive, reply.send)
-            except ClientGone:
+            except (ClientGone, ClientDisconnect):
                 return
             except Exception as error:  # the request's last line: answer, and go on
                 await self._fail(error, reply, scope, receive)

@@ -65,10 +65,20 @@ def typed(raw: object, kind: type[T], *, prefix: str = "") -> T:
     try:
         return msgspec.convert(raw, kind, strict=False, str_keys=True)
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:
-        text, _, path = str(error).partition(" - at `$")
-        path = path.rstrip("`").removeprefix(".").replace("[...]", "")
-        field = ".".join(part for part in (prefix, path) if part) or "body"
-        raise RequestError(field, text[:1].lower() + text[1:]) from None
+        field, message = _field_and_message(str(error))
+        field = ".".join(part for part in (prefix, field) if part) or "body"
+        raise RequestError(field, message) from None
+
+
+def _field_and_message(text: str) -> tuple[str, str]:
+    """Split what msgspec says: it names the place last, or a missing field in the sentence."""
+    message, _, place = text.partition(" - at `")
+    path = place.removeprefix("key` in `").rstrip("`").removeprefix("$").removeprefix(".")
+    path = path.replace("[...]", "")
+    missing = re.match(r"Object missing required field `(\w+)`", message)
+    if missing:
+        return f"{path}.{missing[1]}".removeprefix("."), "is missing"
+    return path, message[:1].lower() + message[1:]
 
 
 def _check_content_type(request: HttpRequest) -> None:

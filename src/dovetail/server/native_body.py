@@ -30,6 +30,8 @@ UNSUPPORTED_SAMPLING = (
 IGNORED_SAMPLING = ("spaces_between_special_tokens", "stream_interval")
 """Of slow tokenizers, and of the transport: no token and no text depends on them."""
 
+MAX_RID_LEN = 1024
+
 T = TypeVar("T")
 
 
@@ -180,9 +182,9 @@ def _prompts(fields: GenerateFields) -> tuple[list[Prompt], bool]:
         names = " and ".join(given) or "none"
         raise RequestError("text", f"give one of text, input_ids and messages; there is {names}")
     [(name, value)] = given.items()
+    if not value and isinstance(value, list) and name != "input_ids":
+        raise RequestError(name, "is an empty list; give at least one")
     is_batch = name != "messages" and isinstance(value, list) and _is_batch(name, value)
-    if is_batch and not value:
-        raise RequestError(name, "is an empty list; give at least one prompt")
     return (list(value), True) if is_batch else ([value], False)
 
 
@@ -203,6 +205,9 @@ def _each(name: str, value: Any, num: int | None, *, default: T) -> list[T]:
 
 
 def _rids(fields: GenerateFields, num: int | None) -> list[str | None]:
+    rids = [fields.rid] if isinstance(fields.rid, str) else fields.rid or []
+    if any(len(rid) > MAX_RID_LEN for rid in rids):
+        raise RequestError("rid", f"is too long; give at most {MAX_RID_LEN} characters")
     if isinstance(fields.rid, str) and num is not None:
         return [f"{fields.rid}_{index}" for index in range(num)]
     return _each("rid", fields.rid, num, default=None)

@@ -77,6 +77,7 @@ class HttpServer:
             uvicorn.Config(
                 self._app,
                 log_config=None,
+                log_level="error",  # it warns of each client that speaks no HTTP
                 access_log=False,
                 server_header=False,
                 lifespan="on",
