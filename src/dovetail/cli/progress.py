@@ -64,4 +64,7 @@ def open_client(options: dict[str, Any]) -> EngineClient:
     with loading_bar() as on_progress:
         config = resolve(options_from(options))
         tokenizer = Tokenizer.from_folder(Path(config.model_folder))
-        return EngineClient(LocalEngine(config, tokenizer, on_progress=on_progress, max_open=config.max_open), tokenizer)
+        return EngineClient(
+            LocalEngine(config, tokenizer, on_progress=on_progress, max_open=config.max_open),
+            tokenizer,
+        )

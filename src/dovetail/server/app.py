@@ -6,7 +6,6 @@ read by ``body``, its long replies are ``sse``'s.
 
 import hmac
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException

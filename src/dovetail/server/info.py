@@ -47,7 +47,9 @@ class InfoRoutes:
         if self._traffic.is_draining:
             raise HttpError(503, "the server is ending", code="draining")
         if health.state != "alive":
-            raise HttpError(503, f"the engine is {health.state}: {health.reason}", code=health.state)
+            raise HttpError(
+                503, f"the engine is {health.state}: {health.reason}", code=health.state
+            )
         return _json({"status": "ok"})
 
     async def models(self, http: HttpRequest) -> Response:

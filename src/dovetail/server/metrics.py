@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dovetail.wire.result import FinishReason, Usage
 from dovetail.wire.status import EngineStats
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
@@ -28,7 +27,7 @@ class Metrics:
         )
         self._finished = Counter(
             "dovetail_generations",
-            "Generations that ended, by reason.",
+            "Generations that ended: stop, length, abort, error; abandoned by their client or refused.",
             ["reason"],
             registry=self._registry,
         )
@@ -62,15 +61,20 @@ class Metrics:
         """Note how long a request waited for its first token."""
         self._first_token.observe(seconds)
 
-    def finished(self, reason: FinishReason, usage: Usage, seconds: float) -> None:
-        """Count one generation that has ended; the first of a request counts the prompt."""
-        self._finished.labels(reason.type).inc()
-        self._generated.inc(usage.completion_tokens)
+    def generated(self, num_tokens: int) -> None:
+        """Count tokens as they come."""
+        self._generated.inc(num_tokens)
+
+    def finished(self, reason: str, seconds: float) -> None:
+        """Count one generation that has ended."""
+        self._finished.labels(reason).inc()
         self._latency.observe(seconds)
 
-    def prompt(self, num_tokens: int) -> None:
-        """Count the prompt of a request that has ended."""
-        self._prompt.inc(num_tokens)
+    def ended(self, num_prompt_tokens: int, *, num_abandoned: int) -> None:
+        """Count a request; of its generations, those whose client left before their end."""
+        self._prompt.inc(num_prompt_tokens)
+        if num_abandoned:
+            self._finished.labels("abandoned").inc(num_abandoned)
 
     def page(self) -> bytes:
         """Return all numbers in Prometheus' text form."""

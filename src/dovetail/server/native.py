@@ -62,9 +62,7 @@ class NativeRoutes:
 
     async def abort(self, http: HttpRequest) -> Response:
         """End requests early; each is answered with what it has. Unknown labels are no error."""
-        body = typed(
-            await read_object(http, max_bytes=self._settings.max_body_bytes), AbortBody
-        )
+        body = typed(await read_object(http, max_bytes=self._settings.max_body_bytes), AbortBody)
         if body.abort_all:
             self._traffic.abort_all()
         elif body.rid:  # an empty one begins every label
@@ -92,7 +90,9 @@ class NativeRoutes:
             except RequestError as error:
                 if not call.is_batch:
                     raise
-                raise RequestError(error.field, f"in item {index} of the batch: {error.message}") from None
+                raise RequestError(
+                    error.field, f"in item {index} of the batch: {error.message}"
+                ) from None
         return requests
 
     async def _answer(self, call: Call, requests: list[Request]) -> bytes:

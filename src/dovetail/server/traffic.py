@@ -122,7 +122,7 @@ class Traffic:
             await news.put(None)
 
     async def _run_one(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
-        started, has_token = time.perf_counter(), False
+        started, has_token, num_open = time.perf_counter(), False, request.sampling.n
         self._labels[request.request_id] = request.label or ""
         try:
             async with aclosing(self._client.events(request)) as events:
@@ -130,11 +130,13 @@ class Traffic:
                     if event.token_ids and not has_token:
                         has_token = True
                         self._metrics.first_token(time.perf_counter() - started)
-                    if event.finish_reason is not None and event.usage is not None:
+                    self._metrics.generated(len(event.token_ids))
+                    if event.finish_reason is not None:
+                        num_open -= 1
                         self._metrics.finished(
-                            event.finish_reason, event.usage, time.perf_counter() - started
+                            event.finish_reason.type, time.perf_counter() - started
                         )
                     yield event
         finally:
             del self._labels[request.request_id]
-            self._metrics.prompt(len(request.prompt_token_ids))
+            self._metrics.ended(len(request.prompt_token_ids), num_abandoned=num_open)

@@ -37,7 +37,7 @@ class Choices(Protocol):
         ...
 
     def part(self, key: tuple[int, int], request: Request, event: StreamEvent) -> dict[str, Any]:
-        """Return what an event adds to choice ``key``; empty if nothing."""
+        """Return what an event adds to choice ``key``; empty if nothing, but never at its end."""
         ...
 
 
@@ -84,7 +84,7 @@ class Answers:
                 usage.add(index, event)
                 request = self._requests[index]
                 choice = self._choices.part((index, event.sample_index), request, event)
-                if not choice and event.finish_reason is None:
+                if not choice:
                     continue
                 place = self._first_of[index] + event.sample_index
                 yield self._event([_choice(place, choice, event.finish_reason)], usage)
@@ -105,9 +105,7 @@ class Answers:
         for index, (request, generations) in enumerate(zip(self._requests, answers, strict=True)):
             for generation in generations:
                 place = self._first_of[index] + generation.sample_index
-                choice = self._choices.whole(
-                    (index, generation.sample_index), request, generation
-                )
+                choice = self._choices.whole((index, generation.sample_index), request, generation)
                 choices.append(_choice(place, choice, generation.finish_reason))
                 usage.count(
                     index, generation.usage.completion_tokens, generation.usage.cached_tokens
@@ -151,9 +149,7 @@ class _RunningUsage:
         }
 
 
-def _choice(
-    index: int, choice: dict[str, Any], reason: FinishReason | None
-) -> dict[str, Any]:
+def _choice(index: int, choice: dict[str, Any], reason: FinishReason | None) -> dict[str, Any]:
     """Return the choice with its index and its end.
 
     Raises:

@@ -124,7 +124,8 @@ class CompletionChoices:
 
     def part(self, key: tuple[int, int], request: Request, event: StreamEvent) -> dict[str, Any]:
         """Return what is new."""
-        if key in self._columns and not event.text and not self._with_logprobs:
+        adds_nothing = not event.text and not self._with_logprobs
+        if key in self._columns and adds_nothing and event.finish_reason is None:
             return {}
         prompt = event.prompt_scores
         echoed = (
