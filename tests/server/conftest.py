@@ -1,4 +1,4 @@
-"""A server of the embedded model for each module that asks for one, and the same engine beside it."""
+"""A server of the embedded model for each module that asks, and the same engine beside it."""
 
 from collections.abc import Iterator
 

@@ -3,6 +3,7 @@
 The rules are tested on the engine; here, that streams and dialects keep them.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def streamed_text(server: Server, path: str, body: dict[str, Any]) -> str:
     if path == "/v1/completions":
         return "".join(event["choices"][0]["text"] for event in events)
     texts = [event["text"] for event in events]
-    for before, after in zip(texts, texts[1:], strict=False):
+    for before, after in itertools.pairwise(texts):
         assert after.startswith(before), "text that was sent is taken back"
     return texts[-1]
 

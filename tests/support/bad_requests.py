@@ -99,7 +99,7 @@ BAD_REQUESTS = [
     BadRequest(GENERATE, {"input_ids": [1] * 2049}, "input_ids", "context length of 2048"),
     BadRequest(GENERATE, {"input_ids": "1,2"}, "input_ids", "got `str`"),
     # sampling parameters
-    sampling("temprature", "correct its name", temprature=0.5),
+    sampling("temperatur", "correct its name", temperatur=0.5),
     sampling("max_tokens", "correct its name", max_tokens=5),
     sampling("temperature", "legal range", temperature=-1),
     sampling("temperature", "legal range", temperature="nan"),
@@ -178,7 +178,7 @@ BAD_REQUESTS = [
     chat("model", "does not exist", 404, model="gpt-5"),
     chat("tools", "not supported", tools=[{"type": "function", "function": {"name": "f"}}]),
     chat("response_format", "not supported", response_format={"type": "json_object"}),
-    chat("temprature", "no field of this route", temprature=0.5),
+    chat("temperatur", "no field of this route", temperatur=0.5),
     chat("max_tokens", "context length", max_tokens=5000),
     chat("max_tokens", "cannot be negative", max_tokens=-1),
     chat("temperature", "legal range", temperature=-0.5),

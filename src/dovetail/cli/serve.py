@@ -1,7 +1,7 @@
 """``dovetail serve``: the engine behind HTTP.
 
-Owns the flags of the HTTP side, and what is printed: one line when the server is ready, and a line an
-error.
+Owns the flags of the HTTP side, and what is printed: one line when the server is ready, and one for
+each error.
 """
 
 import argparse
@@ -38,7 +38,8 @@ then, from another shell:
 from Python:
   openai.OpenAI(base_url="http://localhost:30000/v1", api_key="none")
 
-Ctrl-C ends the server: open requests are answered with what they have. docs/server.md has the routes.
+Ctrl-C ends the server: open requests are answered with what they have.
+docs/server.md has the routes and their fields.
 """
 
 

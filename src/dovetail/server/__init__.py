@@ -1,1 +1,1 @@
-"""HTTP: routes, dialects, errors. Runs in the front-end process and knows the engine by its client."""
+"""HTTP: routes, dialects, errors. Runs in the front-end process; its engine is a client of one."""

@@ -1,7 +1,7 @@
 """The HTTP application: the route table, and what holds for every route.
 
-A new route or dialect is a line in the table; its errors are exceptions (``errors``), its bodies are
-read by ``body``, its long replies are ``sse``'s.
+A new route or dialect is a line in the table; its errors are exceptions (``errors``), its bodies
+are read by ``body``, its long replies are ``sse``'s.
 """
 
 import hmac

@@ -27,7 +27,7 @@ class Metrics:
         )
         self._finished = Counter(
             "dovetail_generations",
-            "Generations that ended: stop, length, abort, error; abandoned by their client or refused.",
+            "Generations that ended; abandoned ones lost their client or were refused.",
             ["reason"],
             registry=self._registry,
         )

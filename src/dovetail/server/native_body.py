@@ -1,9 +1,9 @@
 """Bodies of ``/generate``: one prompt or many, with parameters for all or for each.
 
 Owns the fields of the dialect, and what is done with those that the engine cannot honour: a field
-that would change the answer is refused by name, any other unknown field is ignored, for clients send
-newer fields to older servers. Inside ``sampling_params`` nothing unknown passes: a typing error there
-would silently change the policy.
+that would change the answer is refused by name, any other unknown field is ignored, for clients
+send newer fields to older servers. Inside ``sampling_params`` nothing unknown passes: a typing
+error there would silently change the policy.
 """
 
 from typing import Any, TypeVar, cast

@@ -1,7 +1,7 @@
 """A server's life: from a bound socket to its last answer.
 
-Owns signals and the order of ending: nothing new starts, the engine aborts what is open, each client
-gets its last answer, the engine ends. All of it within seconds.
+Owns signals and the order of ending: nothing new starts, the engine aborts what is open, each
+client gets its last answer, the engine ends. All of it within seconds.
 """
 
 import asyncio

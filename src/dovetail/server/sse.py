@@ -1,7 +1,7 @@
 """Replies that may take long: noticing that the client has gone, and server-sent events.
 
-Owns both. Must not know any dialect. An error before the first event is an ordinary error reply; one
-after it is an event with an ``error`` object, for the status is out by then.
+Owns both. Must not know any dialect. An error before the first event is an ordinary error reply;
+one after it is an event with an ``error`` object, for the status is out by then.
 """
 
 import asyncio

@@ -21,11 +21,11 @@ class News(NamedTuple):
     """One event of one of several requests.
 
     Attributes:
-        index: which of the requests.
+        place: which of the requests.
         event: what is new.
     """
 
-    index: int
+    place: int
     event: StreamEvent
 
 
@@ -95,7 +95,7 @@ class Traffic:
         parts: list[list[StreamEvent]] = [[] for _ in requests]
         async with aclosing(self.run(requests)) as all_news:
             async for news in all_news:
-                parts[news.index].append(news.event)
+                parts[news.place].append(news.event)
         return [collect(*pair) for pair in zip(requests, parts, strict=True)]
 
     def abort(self, label: str, *, is_prefix: bool = False) -> None:

@@ -1,5 +1,6 @@
 """A reply that grows is, in the end, the whole one; and each event costs only what is new in it."""
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -94,7 +95,7 @@ def test_the_last_event_is_the_whole_reply(parts, asked, shows_text) -> None:
     whole = generate_reply(generation, label="x", logprobs=asked, text_of=show)
     whole["meta_info"]["completion_tokens"] = len(generation.token_ids)
     assert replies[-1] == json.loads(msgspec.json.encode(whole))
-    for before, after in zip(replies, replies[1:], strict=False):
+    for before, after in itertools.pairwise(replies):
         assert before["meta_info"]["finish_reason"] is None
         assert after["text"].startswith(before["text"])
         assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]

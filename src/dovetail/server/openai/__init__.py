@@ -1,1 +1,1 @@
-"""OpenAI's dialect: chat completions and completions, with the extras that SGLang's clients send."""
+"""OpenAI's dialect: chats and completions, with the extras that SGLang's clients send."""

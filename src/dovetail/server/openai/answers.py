@@ -1,7 +1,7 @@
 """From requests to OpenAI's reply objects, whole or as events.
 
-Owns what both routes share: the envelope, usage, and the order of events. A route's ``Choices`` says
-how one choice looks.
+Owns what both routes share: the envelope, usage, and the order of events. A route's ``Choices``
+says how one choice looks.
 """
 
 import time
