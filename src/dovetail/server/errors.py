@@ -74,9 +74,9 @@ def error_body(error: HttpError) -> dict[str, Any]:
     )
     return {
         "error": {
-            "message": error.message,
+            "message": _short(error.message, 1000),
             "type": kind,
-            "param": error.param,
+            "param": None if error.param is None else _short(error.param, 200),
             "code": error.code,
         }
     }
@@ -90,6 +90,11 @@ def error_response(error: HttpError) -> Response:
         headers=error.headers,
         media_type="application/json",
     )
+
+
+def _short(text: str, most: int) -> str:
+    """Cut what may hold a client's own words: an error must not echo a whole body."""
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def _routing_error(error: HTTPException) -> HttpError:

@@ -157,6 +157,18 @@ def namespace_of(*keys: str | None) -> bytes:
     return b"" if not any(keys) else msgspec.json.encode(keys)
 
 
+def check_ids(field: str, prompt: object) -> None:
+    """Refuse objects among token ids: such a list would read as a chat. The rest is checked later.
+
+    Raises:
+        RequestError: names the field.
+    """
+    if isinstance(prompt, list):
+        for index, item in enumerate(cast(list[object], prompt)):
+            if isinstance(item, dict):
+                raise RequestError(field, f"item {index} is an object, not an integer token id")
+
+
 def _refuse(raw: dict[str, Any], names: tuple[str, ...], *, prefix: str) -> None:
     for name in names:
         if _asks(raw.get(name)):
@@ -185,7 +197,11 @@ def _prompts(fields: GenerateFields) -> tuple[list[Prompt], bool]:
     if not value and isinstance(value, list) and name != "input_ids":
         raise RequestError(name, "is an empty list; give at least one")
     is_batch = name != "messages" and isinstance(value, list) and _is_batch(name, value)
-    return (list(value), True) if is_batch else ([value], False)
+    prompts = list(value) if is_batch else [value]
+    if name == "input_ids":
+        for prompt in prompts:
+            check_ids(name, prompt)
+    return prompts, is_batch
 
 
 def _is_batch(name: str, value: list[Any]) -> bool:

@@ -10,7 +10,7 @@ from dovetail.core.generation import Generation, StreamEvent, top_pairs
 from dovetail.core.prompts import Prompt
 from dovetail.errors import RequestError
 from dovetail.server.body import off_loop, read_object
-from dovetail.server.native_body import namespace_of
+from dovetail.server.native_body import check_ids, namespace_of
 from dovetail.server.openai.answers import Answers
 from dovetail.server.openai.body import (
     CallFields,
@@ -168,4 +168,7 @@ def _prompts(prompt: str | list[Any]) -> list[Prompt]:
         return [prompt]
     if not prompt:
         raise RequestError("prompt", "is an empty list; give at least one prompt")
-    return list(prompt) if isinstance(prompt[0], (str, list)) else [prompt]
+    prompts = list(prompt) if isinstance(prompt[0], (str, list)) else [prompt]
+    for one in prompts:
+        check_ids("prompt", one)
+    return prompts
