@@ -9,13 +9,14 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 
 from dovetail.errors import RequestError
 from dovetail.server.errors import HttpError
+from dovetail.server.settings import ServerSettings
 
 LONG_WORK_BYTES = 32 * 1024
 """Bodies and replies from this size on are worked at off the event loop."""
@@ -23,19 +24,35 @@ LONG_WORK_BYTES = 32 * 1024
 T = TypeVar("T")
 
 
-async def read_object(request: HttpRequest, *, max_bytes: int) -> dict[str, Any]:
-    """Return the JSON object in a request's body, without the keys whose value is null.
+class Body(NamedTuple):
+    """A request's body.
 
-    Clients send null for what they leave open, so null and absent are one thing here.
+    Attributes:
+        fields: of the JSON object, without those that are null: clients send null for what they
+            leave open, so null and absent are one thing.
+        num_bytes: of the body, as a measure of the work that it brings.
+    """
+
+    fields: dict[str, Any]
+    num_bytes: int
+
+
+async def read_body(request: HttpRequest, settings: ServerSettings) -> Body:
+    """Return the body of a request, which must be a JSON object.
 
     Raises:
-        HttpError: the body is too long (413), of a wrong content type (415), or no JSON object.
-        RequestError: a value is no JSON, or is a number or text outside of what JSON can carry.
+        HttpError: the body is too long (413), too slow (408) or of a wrong content type (415).
+        RequestError: it is no JSON object, or holds a number or text that JSON cannot carry.
     """
     _check_content_type(request)
-    data = await _read(request, max_bytes)
+    try:
+        async with asyncio.timeout(settings.body_s):
+            data = await _read(request, settings.max_body_bytes)
+    except TimeoutError:
+        message = f"the body did not arrive within {settings.body_s:g} s; send it at once"
+        raise HttpError(408, message, code="body_too_slow") from None
     raw = await off_loop(len(data), lambda: parse_object(data))
-    return {key: value for key, value in raw.items() if value is not None}
+    return Body({key: value for key, value in raw.items() if value is not None}, len(data))
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
@@ -44,7 +61,7 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Return a JSON object; errors as for ``read_object``."""
+    """Return a JSON object; errors as for ``read_body``."""
     try:
         value = msgspec.json.decode(data)
     except RecursionError:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from dovetail.core.client import EngineClient
 from dovetail.core.reply import GrowingReply, TextOf, generate_reply
 from dovetail.errors import RequestError
-from dovetail.server.body import off_loop, read_object, typed
+from dovetail.server.body import off_loop, read_body, typed
 from dovetail.server.errors import HttpError
 from dovetail.server.native_body import Call, read_call
 from dovetail.server.settings import ServerSettings
@@ -51,10 +51,8 @@ class NativeRoutes:
 
     async def generate(self, http: HttpRequest) -> Response | EventStream:
         """Generate for one prompt or many."""
-        raw = await read_object(http, max_bytes=self._settings.max_body_bytes)
-        call = read_call(raw)
-        size = int(http.headers.get("content-length", "0"))
-        requests = await off_loop(size, lambda: self._requests(call))
+        body = await read_body(http, self._settings)
+        call, requests = await off_loop(body.num_bytes, lambda: self._read(body.fields))
         if call.stream:
             return EventStream(self._stream(call, requests))
         content = await unless_gone(http.receive, self._answer(call, requests))
@@ -62,7 +60,7 @@ class NativeRoutes:
 
     async def abort(self, http: HttpRequest) -> Response:
         """End requests early; each is answered with what it has. Unknown labels are no error."""
-        body = typed(await read_object(http, max_bytes=self._settings.max_body_bytes), AbortBody)
+        body = typed((await read_body(http, self._settings)).fields, AbortBody)
         if body.abort_all:
             self._traffic.abort_all()
         elif body.rid:  # an empty one begins every label
@@ -71,8 +69,9 @@ class NativeRoutes:
             raise RequestError("rid", "is missing; give the rid of a request, or abort_all: true")
         return Response(b"{}", media_type="application/json")
 
-    def _requests(self, call: Call) -> list[Request]:
-        """Return a request an item; nothing starts unless all are right."""
+    def _read(self, fields: dict[str, Any]) -> tuple[Call, list[Request]]:
+        """Return the call and a request an item; nothing starts unless all are right."""
+        call = read_call(fields)
         requests: list[Request] = []
         for index, item in enumerate(call.items):
             try:
@@ -93,7 +92,7 @@ class NativeRoutes:
                 raise RequestError(
                     error.field, f"in item {index} of the batch: {error.message}"
                 ) from None
-        return requests
+        return call, requests
 
     async def _answer(self, call: Call, requests: list[Request]) -> bytes:
         started = time.perf_counter()

@@ -197,7 +197,7 @@ def _prompts(fields: GenerateFields) -> tuple[list[Prompt], bool]:
     if not value and isinstance(value, list) and name != "input_ids":
         raise RequestError(name, "is an empty list; give at least one")
     is_batch = name != "messages" and isinstance(value, list) and _is_batch(name, value)
-    prompts = list(value) if is_batch else [value]
+    prompts: list[Prompt] = list(value) if is_batch else [value]
     if name == "input_ids":
         for prompt in prompts:
             check_ids(name, prompt)

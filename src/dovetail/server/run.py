@@ -83,11 +83,12 @@ class HttpServer:
                 ws="none",
                 backlog=BACKLOG,
                 timeout_keep_alive=settings.keep_alive_s,
-                timeout_graceful_shutdown=settings.drain_s,
             )
         )
+        self._drain_s = settings.drain_s
         self._signal = 0
-        self._closing: asyncio.Future[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._patience: asyncio.Task[None] | None = None
 
     def run(self) -> int:
         """Serve; return the exit code. Call it on the main thread.
@@ -113,8 +114,7 @@ class HttpServer:
         try:
             yield
         finally:
-            self._end()
-            await self._closing  # type: ignore[misc]
+            await self._end()
 
     def _on_signal(self, number: int) -> None:
         if self._signal:  # the second one: at once; the engine sees that it is alone, and ends
@@ -123,11 +123,19 @@ class HttpServer:
         self._end()
         self._server.should_exit = True
 
-    def _end(self) -> None:
+    def _end(self) -> "asyncio.Task[None]":
         """Begin to end: the engine aborts what is open, and the routes write their last answers."""
         self._app.traffic.drain()
         if self._closing is None:
-            self._closing = asyncio.ensure_future(asyncio.to_thread(self._client.close))
+            self._closing = asyncio.create_task(asyncio.to_thread(self._client.close))
+            self._patience = asyncio.create_task(self._lose_patience(self._closing))
+        return self._closing
+
+    async def _lose_patience(self, closing: "asyncio.Task[None]") -> None:
+        """Leave clients that do not read their last answer, some time after it was made."""
+        await closing
+        await asyncio.sleep(self._drain_s)
+        self._server.force_exit = True
 
 
 def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:

@@ -14,11 +14,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_body_bytes: longest request body that is read.
         keep_alive_s: how long an idle connection stays open. Longer than a rollout client's pause
             between two steps, or its pooled connections break at every step.
-        drain_s: how long an ending server waits for its last answers to be written.
+        body_s: how long a request's body may take to arrive.
+        drain_s: how long an ending server waits for its last answers to be read.
     """
 
     model_name: str
     api_key: str | None = None
     max_body_bytes: int = 64 * 2**20
     keep_alive_s: int = 600
-    drain_s: int = 3
+    body_s: float = 60
+    drain_s: float = 1.5

@@ -97,3 +97,25 @@ def test_exceptions_have_a_status(error: Exception, status: int, code: str | Non
     assert (found.status, found.code) == (status, code)
     if status == 429:
         assert found.headers["Retry-After"] == "1", "never 0: that is no pause"
+
+
+def test_a_body_that_does_not_come_is_given_up(client: Mock) -> None:
+    app = Application(client, ServerSettings(model_name="m", body_s=0.01))
+
+    async def receive() -> dict[str, Any]:
+        if not sent_first:
+            sent_first.append(True)
+            return {"type": "http.request", "body": b"{", "more_body": True}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    sent_first: list[bool] = []
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path = "/generate"
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 408 and b"body_too_slow" in sent[1]["body"]

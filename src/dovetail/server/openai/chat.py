@@ -8,7 +8,7 @@ from starlette.responses import Response
 from dovetail.core.client import EngineClient
 from dovetail.core.generation import Generation, StreamEvent, top_pairs
 from dovetail.errors import RequestError
-from dovetail.server.body import off_loop, read_object
+from dovetail.server.body import off_loop, read_body
 from dovetail.server.native_body import namespace_of
 from dovetail.server.openai.answers import Answers
 from dovetail.server.openai.body import CallFields, ChatFields, SamplingFields, read_chat, renamed
@@ -31,12 +31,11 @@ class ChatRoute:
 
     async def complete(self, http: HttpRequest) -> Response | EventStream:
         """Answer a chat."""
-        raw = await read_object(http, max_bytes=self._settings.max_body_bytes)
-        call, sampling, chat = read_chat(raw)
+        body = await read_body(http, self._settings)
+        call, sampling, chat = await off_loop(body.num_bytes, lambda: read_chat(body.fields))
         check_model(call.model, self._settings.model_name)
-        size = int(http.headers.get("content-length", "0"))
         try:
-            request = await off_loop(size, lambda: self._request(call, sampling, chat))
+            request = await off_loop(body.num_bytes, lambda: self._request(call, sampling, chat))
         except RequestError as error:
             raise renamed(error, "messages") from None
         choices = ChatChoices(self._client.tokenizer, with_logprobs=chat.logprobs)

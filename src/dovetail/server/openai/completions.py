@@ -9,7 +9,7 @@ from dovetail.core.client import EngineClient
 from dovetail.core.generation import Generation, StreamEvent, top_pairs
 from dovetail.core.prompts import Prompt
 from dovetail.errors import RequestError
-from dovetail.server.body import off_loop, read_object
+from dovetail.server.body import off_loop, read_body
 from dovetail.server.native_body import check_ids, namespace_of
 from dovetail.server.openai.answers import Answers
 from dovetail.server.openai.body import (
@@ -40,12 +40,15 @@ class CompletionRoute:
 
     async def complete(self, http: HttpRequest) -> Response | EventStream:
         """Complete one prompt or many."""
-        raw = await read_object(http, max_bytes=self._settings.max_body_bytes)
-        call, sampling, fields = read_completion(raw)
+        body = await read_body(http, self._settings)
+        call, sampling, fields = await off_loop(
+            body.num_bytes, lambda: read_completion(body.fields)
+        )
         check_model(call.model, self._settings.model_name)
-        size = int(http.headers.get("content-length", "0"))
         try:
-            requests = await off_loop(size, lambda: self._requests(call, sampling, fields))
+            requests = await off_loop(
+                body.num_bytes, lambda: self._requests(call, sampling, fields)
+            )
         except RequestError as error:
             raise renamed(error, "prompt") from None
         choices = CompletionChoices(
@@ -168,7 +171,7 @@ def _prompts(prompt: str | list[Any]) -> list[Prompt]:
         return [prompt]
     if not prompt:
         raise RequestError("prompt", "is an empty list; give at least one prompt")
-    prompts = list(prompt) if isinstance(prompt[0], (str, list)) else [prompt]
+    prompts: list[Prompt] = list(prompt) if isinstance(prompt[0], (str, list)) else [prompt]
     for one in prompts:
         check_ids("prompt", one)
     return prompts
