@@ -6,17 +6,14 @@ output and logs hold results alone.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dovetail.config.resolve import options_from, resolve
 from dovetail.core.client import EngineClient
 from dovetail.core.engine import Engine
-from dovetail.core.local import LocalEngine
-from dovetail.text.tokenizer import Tokenizer
+from dovetail.core.process import RemoteEngine
 
 
 def progress_bar() -> Progress:
@@ -62,9 +59,4 @@ def open_engine(options: dict[str, Any]) -> Iterator[Engine]:
 def open_client(options: dict[str, Any]) -> EngineClient:
     """Start an engine in a process of its own, and show how its weights load."""
     with loading_bar() as on_progress:
-        config = resolve(options_from(options))
-        tokenizer = Tokenizer.from_folder(Path(config.model_folder))
-        return EngineClient(
-            LocalEngine(config, tokenizer, on_progress=on_progress, max_open=config.max_open),
-            tokenizer,
-        )
+        return EngineClient(RemoteEngine(on_progress=on_progress, **options))

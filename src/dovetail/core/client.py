@@ -21,7 +21,7 @@ from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.control import Abort, AbortGroup
 from dovetail.wire.request import Request
 from dovetail.wire.status import EngineStats, Health
-from dovetail.wire.validate import Limits
+from dovetail.wire.validate import Limits, validated_label
 
 CAPTURE_COLUMNS = frozenset({"tokens"})
 
@@ -97,9 +97,10 @@ class EngineClient:
 
     def abort_group(self, group: str) -> None:
         """End all open requests that carry this label."""
-        if type(group) is not str:
-            raise RequestError("group", f"is {group!r}; give a text")
-        self._port.send(AbortGroup(group))
+        label = validated_label("group", group)
+        if label is None:
+            raise RequestError("group", "is None; give a text")
+        self._port.send(AbortGroup(label))
 
     def stats(self) -> EngineStats:
         """Return the engine's counts; see the port."""

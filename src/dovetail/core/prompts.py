@@ -16,6 +16,7 @@ from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.request import GenerateBody, LogprobParams, Request, SamplingParams
 from dovetail.wire.validate import (
     Limits,
+    validated_label,
     validated_logprobs,
     validated_prompt,
     validated_sampling,
@@ -100,8 +101,6 @@ class RequestMaker:
                 raise RequestError(
                     "capture", f"{name!r} is no column of this engine; it has {known}"
                 )
-        if group is not None and type(group) is not str:
-            raise RequestError("group", f"is {group!r}; give a text")
         if type(priority) is not int or not -(2**31) <= priority < 2**31:
             raise RequestError("priority", f"is {priority!r}; give an integer of 32 bits")
         seed = sampling.sampling_seed
@@ -116,10 +115,10 @@ class RequestMaker:
                 prompt_len=len(prompt_token_ids),
                 limits=self._limits,
             ),
-            group=group,
+            group=validated_label("group", group),
             priority=priority,
             capture=tuple(dict.fromkeys(capture)),
-            label=label,
+            label=validated_label("rid", label),
         )
 
     def make_all(
@@ -186,7 +185,7 @@ class RequestMaker:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Any],
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Sequence[int]:
         """Return the token ids of a chat; not validated.
@@ -199,7 +198,7 @@ class RequestMaker:
             raise RequestError(
                 "messages", "this model has no chat template; give text or input_ids"
             )
-        # What is no mapping is refused there, by its place.
+        # What is no mapping is refused by the template, by its place.
         plain = [dict(m) if isinstance(m, Mapping) else m for m in messages]
         text = self._chat_template.render(plain, **(template_kwargs or {}))
         # The template writes the special tokens itself, so none are added here.

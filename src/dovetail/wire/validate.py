@@ -143,6 +143,23 @@ def validated_logprobs(
     return logprobs
 
 
+def validated_label(field: str, label: str | None) -> str | None:
+    """Return the label of a request or of a group of them.
+
+    Raises:
+        RequestError: it is no text, or none that can be written as UTF-8.
+    """
+    if label is None:
+        return None
+    if type(label) is not str:
+        raise RequestError(field, f"is {label!r}; give a text")
+    try:
+        label.encode()
+    except UnicodeEncodeError:
+        raise RequestError(field, "is not valid Unicode text") from None
+    return label
+
+
 def _check_numbers(sampling: SamplingParams) -> None:
     _check_number("temperature", sampling.temperature, low=0.0, high=MAX_TEMPERATURE)
     if 0 < sampling.temperature < MIN_TEMPERATURE:
