@@ -1,4 +1,4 @@
-"""A server of the embedded model for each module that asks, and the same engine beside it."""
+"""One server of the embedded model for all modules that ask, and the same engine beside it."""
 
 from collections.abc import Iterator
 
@@ -8,13 +8,13 @@ from dovetail import Engine
 from tests.support.server import Server, start_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     with start_server("--num-pages", "1024") as made:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     with Engine(num_pages=1024) as made:
         yield made

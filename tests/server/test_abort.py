@@ -186,7 +186,8 @@ def test_a_stream_whose_client_leaves_is_aborted(narrow: Server, path: str) -> N
         httpx.Client(base_url=narrow.url, timeout=60) as http,
         http.stream("POST", path, json=body | {"stream": True}) as reply,
     ):
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # kept: if it is dropped, httpx closes the connection
+        next(lines)
         wait_for(lambda: running(narrow) == 2)
     wait_for(lambda: narrow.metric(ABANDONED) == before + 2, seconds=3)
     narrow.wait_until_idle(seconds=3)

@@ -198,9 +198,12 @@ class RequestMaker:
             raise RequestError(
                 "messages", "this model has no chat template; give text or input_ids"
             )
-        # What is no mapping is refused by the template, by its place.
-        plain = [dict(m) if isinstance(m, Mapping) else m for m in messages]
-        text = self._chat_template.render(plain, **(template_kwargs or {}))
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise RequestError("messages", f"item {index} must be an object")
+        text = self._chat_template.render(
+            [dict(message) for message in messages], **(template_kwargs or {})
+        )
         # The template writes the special tokens itself, so none are added here.
         return self._tokenizer.encode(text, add_special_tokens=False)
 
