@@ -33,9 +33,10 @@ from dovetail.core.client import EngineClient
 
 PROMPT = list(range(100, 132))
 NUM_STREAMS = 32
-NUM_TOKENS = 128
-OPTIONS = {"num_pages": 2048, "prefix_cache": False}
-FLAGS = ("--num-pages", "2048", "--no-prefix-cache")
+NUM_TOKENS = 128  # of a lone stream
+NUM_MANY = 512  # of each of many: long enough that it does not count how they arrive
+OPTIONS = {"num_pages": 4096, "prefix_cache": False}
+FLAGS = ("--num-pages", "4096", "--no-prefix-cache")
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -124,7 +125,7 @@ def together(server: Server, rounds: int) -> Iterator[dict[str, Any]]:
     port = RemoteEngine(**OPTIONS)
     client = EngineClient(port)
     front, served, driven = [], [], []
-    num_tokens = NUM_STREAMS * NUM_TOKENS
+    num_tokens = NUM_STREAMS * NUM_MANY
     try:
         for _ in range(rounds):
             before = cpu_seconds(server.process_id), cpu_seconds(server.engine_id)
@@ -139,7 +140,7 @@ def together(server: Server, rounds: int) -> Iterator[dict[str, Any]]:
     cost = statistics.median(front) / num_tokens
     yield {
         "work": "front end, CPU time",
-        "shape": f"{NUM_STREAMS} streams of {NUM_TOKENS} tokens",
+        "shape": f"{NUM_STREAMS} streams of {NUM_MANY} tokens",
         "batch": NUM_STREAMS,
         "value": round(1e3 * cost, 4),
         "unit": "CPU ms a token",
@@ -168,7 +169,7 @@ def line(
     """Return a line of what HTTP adds; ``without`` and ``with_http`` in seconds for ``per``."""
     return {
         "work": f"HTTP's share of {work}",
-        "shape": f"{len(PROMPT)} prompt tokens, {NUM_TOKENS if per > 1 else 1} generated",
+        "shape": f"{len(PROMPT)} prompt tokens, {per // batch} generated",
         "batch": batch,
         "value": round(1e3 * (with_http - without) / per, 4),
         "unit": unit,
@@ -180,7 +181,7 @@ def line(
 
 def stream_over_http(address: str) -> None:
     """Read all streams to their end, on as many connections."""
-    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "stream": True} | GREEDY
+    body = {"prompt": PROMPT, "max_tokens": NUM_MANY, "stream": True} | GREEDY
 
     def read() -> None:
         connection = HTTPConnection(address)
@@ -199,7 +200,7 @@ def stream_over_http(address: str) -> None:
 
 async def stream_without_http(client: EngineClient) -> None:
     """Read the same streams from an engine's process, in this one."""
-    params = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=NUM_MANY, temperature=0, ignore_eos=True)
 
     async def read() -> None:
         async with aclosing(client.events(client.requests.make(PROMPT, params))) as events:
