@@ -6,7 +6,7 @@ whether the loop runs in this process; imports no torch.
 
 import asyncio
 import operator
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class EngineClient:
         )
         self._newsstands: dict[asyncio.AbstractEventLoop, Newsstand] = {}
 
-    async def events(self, request: Request) -> AsyncIterator[StreamEvent]:
+    async def events(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         """Run a request and yield its news; what a slow reader has missed comes as one event.
 
         The first step of the iterator starts the request. Closing the iterator, or cancelling the

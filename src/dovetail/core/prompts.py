@@ -82,8 +82,9 @@ class RequestMaker:
         group: str | None = None,
         priority: int = 0,
         label: str | None = None,
+        namespace: bytes = b"",
     ) -> Request:
-        """Return the validated request for one prompt.
+        """Return the validated request for one prompt; see ``Request`` for the fields.
 
         Raises:
             RequestError: names the field at fault.
@@ -108,6 +109,7 @@ class RequestMaker:
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             seed=secrets.randbits(64) if seed is None else seed,
+            namespace=namespace,
             logprobs=validated_logprobs(
                 logprobs or LogprobParams(),
                 prompt_len=len(prompt_token_ids),
@@ -178,15 +180,30 @@ class RequestMaker:
             return token_ids
         # Not any sequence: what is no prompt at all comes here too, and is validated later.
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
-            return self._encode_chat(prompt)  # type: ignore[arg-type]
+            return self.encode_chat(prompt)  # type: ignore[arg-type]
         return prompt  # type: ignore[return-value]
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Any],
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Sequence[int]:
+        """Return the token ids of a chat; not validated.
+
+        Args:
+            messages: with a role and a content each.
+            template_kwargs: further variables of the model's template.
+        """
         if self._chat_template is None:
             raise RequestError(
                 "messages", "this model has no chat template; give text or input_ids"
             )
-        text = self._chat_template.render([dict(message) for message in messages])
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise RequestError("messages", f"item {index} must be an object")
+        text = self._chat_template.render(
+            [dict(message) for message in messages], **(template_kwargs or {})
+        )
         # The template writes the special tokens itself, so none are added here.
         return self._tokenizer.encode(text, add_special_tokens=False)
 

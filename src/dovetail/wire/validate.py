@@ -5,6 +5,7 @@ Owns what is refused and the words in which: each error names the field and the 
 
 import math
 import operator
+import reprlib
 from collections.abc import Iterable
 from typing import SupportsIndex
 
@@ -55,7 +56,7 @@ def validated_prompt(prompt_token_ids: Iterable[SupportsIndex], limits: Limits) 
             token_id = operator.index(value)  # of any integer type
         except TypeError:
             raise RequestError(
-                field, f"item {index} is {value!r}, not an integer token id"
+                field, f"item {index} is {reprlib.repr(value)}, not an integer token id"
             ) from None
         if not 0 <= token_id < limits.vocab_size:
             raise RequestError(
