@@ -5,10 +5,17 @@
 1. Text streams from a mixture-of-experts model through scheduler, paged KV and overlap loop.
 2. A second request shares its beginning: the prefix cache serves it. Ids and logprobs are shown.
 3. The first half of an answer is sent back with the same seed: the same second half comes out.
+4. ``dovetail serve`` answers a chat over HTTP, streamed, as OpenAI's clients expect it.
 """
 
 import argparse
+import http.client
+import json
 import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +32,7 @@ Well what was yours
 MERCUTIO
 """
 FOLLOW_UP = "That dreamers often lie\nROMEO\n"
+QUESTION = "What is 12 + 30?"
 SEED = 7
 
 
@@ -40,7 +48,10 @@ def main() -> None:
         stream_text(console, engine)
         show_prefix_hit(console, engine)
         continue_from_the_middle(console, engine)
-    console.print("\nNext: [bold].venv/bin/dovetail generate --help[/bold], docs/step.md")
+    chat_over_http(console)
+    console.print(
+        "\nNext: [bold].venv/bin/dovetail generate --help[/bold], docs/step.md, docs/server.md"
+    )
 
 
 def show_engine(console: Console, engine: dovetail.Engine) -> None:
@@ -107,6 +118,53 @@ def continue_from_the_middle(console: Console, engine: dovetail.Engine) -> None:
     console.print(f"at once      {list(whole.token_ids)}")
     console.print(f"in two parts {list(half)} + {list(rest.token_ids)}")
     console.print(f"token ids are [bold]{verdict}[/bold]")
+
+
+def chat_over_http(console: Console) -> None:
+    """Start a server, ask it one question with nothing but the standard library, end it."""
+    console.rule("4. the same engine behind HTTP")
+    with running_server() as address:
+        connection = http.client.HTTPConnection(address, timeout=60)
+        body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True}
+        connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps(body | {"temperature": 0}),
+            {"Content-Type": "application/json"},
+        )
+        reply = connection.getresponse()
+        console.print(f"POST http://{address}/v1/chat/completions: {reply.status} {reply.reason}")
+        console.print(f"[dim]{QUESTION}[/dim] ", end="")
+        for line in reply:
+            data = line.removeprefix(b"data: ").strip()
+            if data and data != b"[DONE]":
+                delta = json.loads(data)["choices"][0]["delta"]
+                console.print(delta.get("content", ""), end="", markup=False)
+        connection.close()
+    console.print("\n\nWith [bold].venv/bin/dovetail serve[/bold] running in another shell:")
+    kind = "-H 'Content-Type: application/json'"
+    chat = json.dumps({"messages": [{"role": "user", "content": QUESTION}]})
+    for words in (
+        "localhost:30000/health",
+        f"localhost:30000/generate {kind} -d '{json.dumps({'text': 'KING HENRY'})}'",
+        f"localhost:30000/v1/chat/completions {kind} -d '{chat}'",
+    ):
+        console.print(f"  curl {words}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def running_server() -> Iterator[str]:
+    """Run ``dovetail serve`` on a free port; yield host and port."""
+    words = [sys.executable, "-m", "dovetail.cli", "serve", "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()  # "dovetail: serving ... at http://HOST:PORT"
+            if " at http://" not in ready:
+                raise SystemExit("the server did not start; it says why above")
+            yield ready.strip().rpartition("http://")[2]
+        finally:
+            process.terminate()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,26 @@
-"""Write docs/config.md from the engine's options: their docstring, types, defaults and flags.
+"""Write the generated pages of docs: config.md of the options, server-errors.md of a tests' table.
 
 python scripts/make_docs.py            # write
-python scripts/make_docs.py --check    # exit code 1 if the file is not what would be written
+python scripts/make_docs.py --check    # exit code 1 if a file is not what would be written
 """
 
 import argparse
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from dovetail.cli.options import add_engine_flags  # noqa: E402
 from dovetail.config.schema import EngineOptions  # noqa: E402
+from tests.support.bad_requests import BAD_REQUESTS, BadRequest  # noqa: E402
 
 CONFIG_PAGE = ROOT / "docs" / "config.md"
+ERRORS_PAGE = ROOT / "docs" / "server-errors.md"
 
 HEAD = """\
 <!-- Made by scripts/make_docs.py from src/dovetail/config/schema.py; change that, then run it. -->
@@ -28,10 +31,10 @@ me". What was decided, and by whom:
 
     dovetail config explain [flags] [--json]
 
-Options are keyword arguments of `dovetail.Engine` and flags of `dovetail generate`, `bench` and
-`config explain`. An unknown option, a value outside its range, or options that contradict each
-other or the model are refused at start, with the name of the option and what would be right. There
-is no configuration file, and no environment variable changes an option.
+Options are keyword arguments of `dovetail.Engine` and flags of `dovetail generate`, `serve`,
+`bench` and `config explain`. An unknown option, a value outside its range, or options that
+contradict each other or the model are refused at start, with the name of the option and what would
+be right. There is no configuration file, and no environment variable changes an option.
 
 | option | flag | type | default | |
 | --- | --- | --- | --- | --- |
@@ -49,6 +52,18 @@ A model with a sliding window (Mistral, some Qwen) runs with `context_len` up to
 full attention computes the same; more is refused until window attention is there.
 """
 
+ERRORS_HEAD = """\
+<!-- Made by scripts/make_docs.py from tests/support/bad_requests.py; change that, then run it. -->
+# Errors of the server, by example
+
+Each line is sent by a test to a server of the embedded model (2,048 token ids, a context of 2,048
+tokens): the reply has this status, `error.param` is this field, and the message has these words.
+How errors look, and what else can go wrong: [server.md](server.md#errors).
+
+| route | body | status | `param` | message has |
+| --- | --- | --- | --- | --- |
+"""
+
 
 def config_page() -> str:
     """Return the text of docs/config.md."""
@@ -64,6 +79,18 @@ def config_page() -> str:
         for name, flag, kind, value, text in rows
     ]
     return HEAD + "\n".join(lines) + "\n" + TAIL
+
+
+def errors_page() -> str:
+    """Return the text of docs/server-errors.md."""
+    return ERRORS_HEAD + "\n".join(map(_error_row, BAD_REQUESTS)) + "\n"
+
+
+def _error_row(bad: BadRequest) -> str:
+    body = repr(bad.body)[2:-1] if isinstance(bad.body, bytes) else json.dumps(bad.body)
+    body = body if len(body) <= 100 else body[:60] + " ... " + body[-15:]
+    cells = (f"`{bad.route}`", f"`{body or ' '}`", str(bad.status), f"`{bad.param}`", bad.words)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def attributes(docstring: str) -> dict[str, str]:
@@ -104,17 +131,18 @@ def _markdown(text: str) -> str:
 
 
 def main() -> int:
-    """Write the page, or compare it."""
-    parser = argparse.ArgumentParser(description="Write docs/config.md.")
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser(description="Write the generated pages of docs.")
     parser.add_argument("--check", action="store_true", help="write nothing; compare")
     args = parser.parse_args()
-    if not args.check:
-        CONFIG_PAGE.write_text(config_page(), encoding="utf-8")
-        return 0
-    if CONFIG_PAGE.read_text(encoding="utf-8") == config_page():
-        return 0
-    print(f"{CONFIG_PAGE.relative_to(ROOT)} is stale; run python scripts/make_docs.py")
-    return 1
+    stale = False
+    for page, text in ((CONFIG_PAGE, config_page()), (ERRORS_PAGE, errors_page())):
+        if not args.check:
+            page.write_text(text, encoding="utf-8")
+        elif page.read_text(encoding="utf-8") != text:
+            print(f"{page.relative_to(ROOT)} is stale; run python scripts/make_docs.py")
+            stale = True
+    return int(stale)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
-"""docs/config.md is what scripts/make_docs.py makes of the options."""
+"""The generated pages are what scripts/make_docs.py makes now."""
 
 import inspect
 
 from dovetail.config.schema import EngineOptions
-from scripts.make_docs import CONFIG_PAGE, attributes, config_page, flags_of_options
+from scripts.make_docs import (
+    CONFIG_PAGE,
+    ERRORS_PAGE,
+    attributes,
+    config_page,
+    errors_page,
+    flags_of_options,
+)
 
 
-def test_the_committed_page_is_not_stale() -> None:
-    assert CONFIG_PAGE.read_text(encoding="utf-8") == config_page(), (
-        "run python scripts/make_docs.py"
-    )
+def test_the_committed_pages_are_not_stale() -> None:
+    for page, text in ((CONFIG_PAGE, config_page()), (ERRORS_PAGE, errors_page())):
+        assert page.read_text(encoding="utf-8") == text, "run python scripts/make_docs.py"
 
 
 def test_every_option_is_described_and_nothing_else() -> None:

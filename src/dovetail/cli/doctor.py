@@ -26,7 +26,10 @@ from dovetail.wire.request import SamplingParams
 
 GOLDEN_PROMPT = "ROMEO\n"
 GOLDEN_TOKEN_IDS = (43, 555, 263, 281, 1290, 201)  # no second choice is near
-REQUIRED = ("numpy", "msgspec", "safetensors", "tokenizers", "jinja2", "rich")
+REQUIRED = (
+    "numpy", "msgspec", "safetensors", "tokenizers", "jinja2", "rich", "starlette", "uvicorn",
+    "httptools", "prometheus_client",
+)  # fmt: skip
 OPTIONAL = {
     "huggingface_hub": ("models by their name on the Hugging Face hub", HUB_INSTALL),
     "transformers": ("the oracle of the tests", "pip install 'dovetail[test]'"),

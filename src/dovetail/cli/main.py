@@ -8,6 +8,7 @@ from dovetail.cli.bench import add_bench_command
 from dovetail.cli.doctor import add_doctor_command
 from dovetail.cli.explain import add_config_command
 from dovetail.cli.generate import add_generate_command
+from dovetail.cli.serve import add_serve_command
 from dovetail.errors import EngineError
 
 EXIT_USER_ERROR = 2
@@ -26,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate_command(commands)
+    add_serve_command(commands)
     add_bench_command(commands)
     add_config_command(commands)
     add_doctor_command(commands)

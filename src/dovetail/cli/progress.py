@@ -4,14 +4,16 @@ Owns the bars. They are gone when they are done, and there are none without a te
 output and logs hold results alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dovetail.core.client import EngineClient
 from dovetail.core.engine import Engine
+from dovetail.core.process import RemoteEngine
 
 
 def progress_bar() -> Progress:
@@ -30,8 +32,8 @@ def progress_bar() -> Progress:
 
 
 @contextmanager
-def open_engine(options: dict[str, Any]) -> Iterator[Engine]:
-    """Make an engine, show how its weights load, and close it in the end."""
+def loading_bar() -> Iterator[Callable[[int, int], None]]:
+    """Show how weights load: yields what an engine takes as ``on_progress``."""
     progress = progress_bar()
     task = progress.add_task("loading weights", total=None)
 
@@ -40,8 +42,21 @@ def open_engine(options: dict[str, Any]) -> Iterator[Engine]:
         progress.update(task, completed=done, total=total)
 
     try:
-        engine = Engine(on_progress=on_progress, **options)
+        yield on_progress
     finally:
         progress.stop()
+
+
+@contextmanager
+def open_engine(options: dict[str, Any]) -> Iterator[Engine]:
+    """Make an engine, show how its weights load, and close it in the end."""
+    with loading_bar() as on_progress:
+        engine = Engine(on_progress=on_progress, **options)
     with engine:
         yield engine
+
+
+def open_client(options: dict[str, Any]) -> EngineClient:
+    """Start an engine in a process of its own, and show how its weights load."""
+    with loading_bar() as on_progress:
+        return EngineClient(RemoteEngine(on_progress=on_progress, **options))

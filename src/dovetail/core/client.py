@@ -6,7 +6,7 @@ whether the loop runs in this process; imports no torch.
 
 import asyncio
 import operator
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.control import Abort, AbortGroup
 from dovetail.wire.request import Request
 from dovetail.wire.status import EngineStats, Health
-from dovetail.wire.validate import Limits
+from dovetail.wire.validate import Limits, validated_label
 
 
 class EngineClient:
@@ -53,7 +53,7 @@ class EngineClient:
         )
         self._newsstands: dict[asyncio.AbstractEventLoop, Newsstand] = {}
 
-    async def events(self, request: Request) -> AsyncIterator[StreamEvent]:
+    async def events(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         """Run a request and yield its news; what a slow reader has missed comes as one event.
 
         The first step of the iterator starts the request. Closing the iterator, or cancelling the
@@ -96,9 +96,10 @@ class EngineClient:
 
     def abort_group(self, group: str) -> None:
         """End all open requests that carry this label."""
-        if type(group) is not str:
-            raise RequestError("group", f"is {group!r}; give a text")
-        self._port.send(AbortGroup(group))
+        label = validated_label("group", group)
+        if label is None:
+            raise RequestError("group", "is None; give a text")
+        self._port.send(AbortGroup(label))
 
     def stats(self) -> EngineStats:
         """Return the engine's counts; see the port."""

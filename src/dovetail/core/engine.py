@@ -10,8 +10,9 @@ from pathlib import Path
 from dovetail.config.resolve import options_from, resolve
 from dovetail.core.client import EngineClient
 from dovetail.core.generation import Generation, StreamEvent, collect
-from dovetail.core.local import LocalEngine, Progress
+from dovetail.core.local import LocalEngine
 from dovetail.core.mailbox import News
+from dovetail.core.port import Progress
 from dovetail.core.prompts import Capture, Prompt
 from dovetail.errors import EngineError
 from dovetail.exec.device import Device

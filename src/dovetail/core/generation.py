@@ -197,10 +197,10 @@ def _generation(request: Request, parts: list[StreamEvent]) -> Generation:
         text="".join(part.text for part in parts),
         finish_reason=last.finish_reason,
         logprobs=tuple(value for part in parts for value in part.logprobs),
-        top_logprobs=tuple(row for part in scores for row in _pairs(part)),
+        top_logprobs=tuple(row for part in scores for row in toptop_pairs(part)),
         id_logprobs=tuple(row for part in scores for row in part.id_logprobs),
         prompt_logprobs=(None,) * starts_at_zero + (prompt.logprobs if prompt else ()),
-        prompt_top_logprobs=_pairs(prompt) if prompt else (),
+        prompt_top_logprobs=toptop_pairs(prompt) if prompt else (),
         prompt_id_logprobs=prompt.id_logprobs if prompt else (),
         weight_versions=tuple(value for part in parts for value in part.weight_versions),
         seed=request.seed,
@@ -218,7 +218,8 @@ def _joined(parts: list[Captured]) -> Captured:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _pairs(scores: Scores) -> tuple[tuple[tuple[int, float], ...], ...]:
+def toptop_pairs(scores: Scores) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Return the likeliest (id, logprob) of each position."""
     return tuple(
         tuple(zip(ids, values, strict=True))
         for ids, values in zip(scores.top_ids, scores.top_logprobs, strict=True)

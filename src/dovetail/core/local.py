@@ -7,7 +7,6 @@ knows nothing of text but the bytes of tokens.
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,8 +16,9 @@ from dovetail.cache.ledger import KVLedger
 from dovetail.config.schema import EngineConfig
 from dovetail.core.loop import EngineLoop
 from dovetail.core.mailbox import Deliver, Inbox, Outbox
-from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, health_of
+from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, Progress, health_of
 from dovetail.dist.comm import LocalComm
+from dovetail.errors import EngineError
 from dovetail.exec.device import CpuDevice, Device, ThreadedCpuDevice
 from dovetail.exec.executor import Executor
 from dovetail.exec.selftest import check_capture_works
@@ -29,8 +29,6 @@ from dovetail.weights.load import load_weights
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close
 from dovetail.wire.request import Request
 from dovetail.wire.status import EngineStats, Health
-
-Progress = Callable[[int, int], None]
 
 
 class LocalEngine:
@@ -110,9 +108,21 @@ class LocalEngine:
 
     def health(self) -> Health:
         """Say whether the loop turns."""
-        return health_of(
-            self._outbox.failure, turn_age_s=self.turn_age_s, timeout_s=self._health_timeout_s
-        )
+        return health_of(self.failure, turn_age_s=self.turn_age_s, timeout_s=self._health_timeout_s)
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the loop has ended; None while it runs."""
+        return self._outbox.failure
+
+    def stop(self) -> None:
+        """Abort what is open and let the loop end; does not wait for it."""
+        self._inbox.put(Close())
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the loop's end, so long; return whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         """Abort what is open, end the loop and its thread; waits for the step in flight."""

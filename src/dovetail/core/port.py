@@ -4,6 +4,7 @@ Owns the border between those who make requests and the loop that serves them: i
 (``core.local``) or in one of its own (``core.process``). Must not know text or torch.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from dovetail.config.schema import EngineConfig
@@ -14,6 +15,9 @@ from dovetail.wire.request import Request
 from dovetail.wire.status import EngineStats, Health
 
 HEALTH_TIMEOUT_SECONDS = 5.0
+
+Progress = Callable[[int, int], None]
+"""Told (bytes read, bytes in all) while weights load."""
 
 
 class EnginePort(Protocol):

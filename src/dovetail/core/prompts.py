@@ -23,6 +23,7 @@ from dovetail.wire.request import (
 from dovetail.wire.validate import (
     Limits,
     validated_capture,
+    validated_label,
     validated_logprobs,
     validated_prompt,
     validated_sampling,
@@ -98,8 +99,9 @@ class RequestMaker:
         group: str | None = None,
         priority: int = 0,
         label: str | None = None,
+        namespace: bytes = b"",
     ) -> Request:
-        """Return the validated request for one prompt.
+        """Return the validated request for one prompt; see ``Request`` for the fields.
 
         Raises:
             RequestError: names the field at fault.
@@ -110,8 +112,6 @@ class RequestMaker:
             prompt_len=len(prompt_token_ids),
             limits=self._limits,
         )
-        if group is not None and type(group) is not str:
-            raise RequestError("group", f"is {group!r}; give a text")
         if type(priority) is not int or not -(2**31) <= priority < 2**31:
             raise RequestError("priority", f"is {priority!r}; give an integer of 32 bits")
         seed = sampling.sampling_seed
@@ -120,17 +120,18 @@ class RequestMaker:
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             seed=secrets.randbits(64) if seed is None else seed,
+            namespace=namespace,
             logprobs=validated_logprobs(
                 logprobs or LogprobParams(),
                 prompt_len=len(prompt_token_ids),
                 limits=self._limits,
             ),
-            group=group,
+            group=validated_label("group", group),
             priority=priority,
             capture=validated_capture(
                 capture_of(capture), prompt_len=len(prompt_token_ids), limits=self._limits
             ),
-            label=label,
+            label=validated_label("rid", label),
         )
 
     def make_all(
@@ -192,15 +193,30 @@ class RequestMaker:
             return token_ids
         # Not any sequence: what is no prompt at all comes here too, and is validated later.
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
-            return self._encode_chat(prompt)  # type: ignore[arg-type]
+            return self.encode_chat(prompt)  # type: ignore[arg-type]
         return prompt  # type: ignore[return-value]
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Any],
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Sequence[int]:
+        """Return the token ids of a chat; not validated.
+
+        Args:
+            messages: with a role and a content each.
+            template_kwargs: further variables of the model's template.
+        """
         if self._chat_template is None:
             raise RequestError(
                 "messages", "this model has no chat template; give text or input_ids"
             )
-        text = self._chat_template.render([dict(message) for message in messages])
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise RequestError("messages", f"item {index} must be an object")
+        text = self._chat_template.render(
+            [dict(message) for message in messages], **(template_kwargs or {})
+        )
         # The template writes the special tokens itself, so none are added here.
         return self._tokenizer.encode(text, add_special_tokens=False)
 

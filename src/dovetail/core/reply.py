@@ -1,45 +1,66 @@
-"""A finished generation as the reply object of SGLang's native ``/generate``.
+"""Generations as the reply object of SGLang's native ``/generate``, whole or as far as they are.
 
 Owns the reply's shape. Strict JSON: what is no finite number (the logprob of an id that cannot be
-drawn) is null.
+drawn) is null. A logprob is a triple ``[logprob, token id, text]``; the text is null unless asked
+for.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from dovetail.core.generation import Generation
-from dovetail.wire.request import LogprobParams
+import msgspec
 
-Triple = list[float | int | None]
+from dovetail.core.generation import Generation, StreamEvent, top_pairs
+from dovetail.wire.request import LogprobParams, Request
+from dovetail.wire.result import FinishReason
+
+Triple = list[float | int | str | None]
+TextOf = Callable[[int], str]
+"""Returns the text of one token id."""
 
 
 def generate_reply(
-    generation: Generation, *, label: str, logprobs: LogprobParams | None
+    generation: Generation,
+    *,
+    label: str,
+    logprobs: LogprobParams | None,
+    text_of: TextOf | None = None,
 ) -> dict[str, Any]:
     """Return the reply as plain JSON-able values.
 
     Args:
         generation: what to report.
         label: the request's id as the client knows it.
-        logprobs: what the request asked for; None leaves all logprobs out. A logprob is a triple
-            ``[logprob, token id, None]``; the last place is SGLang's for text.
+        logprobs: what the request asked for; None leaves all logprobs out.
+        text_of: fills the third place of the triples; None leaves it null.
     """
     usage = generation.usage
     meta_info: dict[str, Any] = {
         "id": label,
-        "finish_reason": _finish_reason(generation),
+        "finish_reason": finish_reason_of(generation.finish_reason, len(generation.token_ids)),
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
         "num_retractions": usage.num_retractions,
-        "weight_version": str(generation.weight_versions[-1] if generation.weight_versions else 0),
+        "weight_version": weight_version_of(generation.weight_versions),
         "sampling_seed": generation.seed,
     }
     if logprobs is not None:
-        meta_info |= _output_logprobs(generation, logprobs)
+        table = _Table(logprobs, text_of)
+        meta_info |= table.output(
+            generation.token_ids,
+            generation.logprobs,
+            generation.top_logprobs,
+            generation.id_logprobs,
+        ) | table.masks(generation.sampling_mask, generation.mask_logprobs)
         if logprobs.logprob_start_len >= 0:
-            meta_info |= _input_logprobs(generation, logprobs)
+            meta_info |= table.input(
+                generation.prompt_token_ids,
+                generation.prompt_logprobs,
+                generation.prompt_top_logprobs,
+                generation.prompt_id_logprobs,
+            )
     return {
         "text": generation.text,
         "output_ids": list(generation.token_ids),
@@ -47,66 +68,187 @@ def generate_reply(
     }
 
 
-def _output_logprobs(generation: Generation, asked: LogprobParams) -> dict[str, Any]:
-    reply: dict[str, Any] = {
-        "output_token_logprobs": [
-            _triple(logprob, token_id)
-            for logprob, token_id in zip(generation.logprobs, generation.token_ids, strict=True)
-        ]
-    }
-    if asked.top_logprobs_num:
-        reply["output_top_logprobs"] = [_top(row) for row in generation.top_logprobs]
-    if asked.token_ids_logprob:
-        reply["output_token_ids_logprobs"] = [
-            _of_ids(row, asked.token_ids_logprob) for row in generation.id_logprobs
-        ]
-    if asked.sampling_mask:
-        reply["output_token_sampling_mask"] = [list(ids) for ids in generation.sampling_mask]
-        reply["output_token_sampling_logprobs"] = list(generation.mask_logprobs)
-    return reply
+class GrowingReply:
+    """The reply of one generation that still runs: each event makes it longer.
+
+    Owns the columns as JSON, to which each event appends, so that an event costs what is new in it
+    and one copy of the rest, however long the generation is. After the last event the reply is
+    ``generate_reply`` of the same generation.
+
+    Args:
+        request: the request; it may have other generations.
+        label, logprobs, text_of: as for ``generate_reply``.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        label: str,
+        logprobs: LogprobParams | None,
+        text_of: TextOf | None = None,
+    ) -> None:
+        self._request = request
+        self._label = label
+        self._logprobs = logprobs
+        self._table = None if logprobs is None else _Table(logprobs, text_of)
+        self._text = bytearray()
+        self._output_ids = bytearray()
+        self._columns: dict[str, bytearray] = {}
+        self._num_tokens = 0
+        self._version = "0"
+
+    def add(self, event: StreamEvent) -> dict[str, Any]:
+        """Return the reply up to and with the generation's next event; for ``msgspec`` alone."""
+        self._text += msgspec.json.encode(event.text)[1:-1]
+        _extend(self._output_ids, event.token_ids)
+        self._num_tokens += len(event.token_ids)
+        if event.weight_versions:
+            self._version = weight_version_of(event.weight_versions)
+        if self._table is not None:
+            self._add_logprobs(self._table, event)
+        return {
+            "text": msgspec.Raw(b'"' + self._text + b'"'),
+            "output_ids": _array(self._output_ids),
+            "meta_info": self._meta_info(event)
+            | {name: _array(column) for name, column in self._columns.items()},
+        }
+
+    def _add_logprobs(self, table: "_Table", event: StreamEvent) -> None:
+        scores, prompt = event.scores, event.prompt_scores
+        columns = table.output(
+            event.token_ids,
+            event.logprobs,
+            top_pairs(scores) if scores else (),
+            scores.id_logprobs if scores else (),
+        ) | table.masks(
+            scores.masks if scores else (),
+            scores.mask_logprobs if scores else (),
+        )
+        start = table.asked.logprob_start_len
+        if start >= 0 and "input_token_logprobs" not in self._columns:
+            columns |= table.input(
+                self._request.prompt_token_ids,
+                (None,) * (start == 0) + (prompt.logprobs if prompt else ()),
+                top_pairs(prompt) if prompt else (),
+                prompt.id_logprobs if prompt else (),
+            )
+        for name, rows in columns.items():
+            _extend(self._columns.setdefault(name, bytearray()), rows)
+
+    def _meta_info(self, event: StreamEvent) -> dict[str, Any]:
+        meta_info: dict[str, Any] = {
+            "id": self._label,
+            "finish_reason": None,
+            "prompt_tokens": len(self._request.prompt_token_ids),
+            "completion_tokens": self._num_tokens,
+        }
+        if event.finish_reason is not None and event.usage is not None:
+            meta_info["finish_reason"] = finish_reason_of(event.finish_reason, self._num_tokens)
+            meta_info["cached_tokens"] = event.usage.cached_tokens
+            meta_info["num_retractions"] = event.usage.num_retractions
+        meta_info["weight_version"] = self._version
+        meta_info["sampling_seed"] = self._request.seed
+        return meta_info
 
 
-def _input_logprobs(generation: Generation, asked: LogprobParams) -> dict[str, Any]:
-    """An entry a prompt token from ``logprob_start_len`` on; there is none for position 0."""
-    start = asked.logprob_start_len
-    token_ids = generation.prompt_token_ids[start : start + len(generation.prompt_logprobs)]
-    reply: dict[str, Any] = {
-        "input_token_logprobs": [
-            _triple(logprob, token_id)
-            for logprob, token_id in zip(generation.prompt_logprobs, token_ids, strict=True)
-        ]
-    }
-    nothing = [None] if start == 0 else []
-    if asked.top_logprobs_num:
-        rows = [_top(row) for row in generation.prompt_top_logprobs]
-        reply["input_top_logprobs"] = nothing + rows
-    if asked.token_ids_logprob:
-        ids = asked.token_ids_logprob
-        reply["input_token_ids_logprobs"] = nothing + [
-            _of_ids(row, ids) for row in generation.prompt_id_logprobs
-        ]
-    return reply
-
-
-def _top(row: Iterable[tuple[int, float]]) -> list[Triple]:
-    return [_triple(logprob, token_id) for token_id, logprob in row]
-
-
-def _of_ids(row: Iterable[float], token_ids: Iterable[int]) -> list[Triple]:
-    return [_triple(logprob, token_id) for logprob, token_id in zip(row, token_ids, strict=True)]
-
-
-def _triple(logprob: float | None, token_id: int) -> Triple:
-    is_number = logprob is not None and math.isfinite(logprob)
-    return [logprob if is_number else None, token_id, None]
-
-
-def _finish_reason(generation: Generation) -> dict[str, Any]:
-    reason = generation.finish_reason
+def finish_reason_of(reason: FinishReason, num_tokens: int) -> dict[str, Any]:
+    """Return why a generation of ``num_tokens`` tokens ended."""
     match reason.type:
         case "stop":
             return {"type": "stop", "matched": reason.matched}
         case "length":
-            return {"type": "length", "length": len(generation.token_ids)}
+            return {"type": "length", "length": num_tokens}
         case _:
             return {"type": reason.type, "message": reason.message}
+
+
+def weight_version_of(versions: tuple[int, ...]) -> str:
+    """Return the version that the last token was sampled with."""
+    return str(versions[-1] if versions else 0)
+
+
+class _Table:
+    """The logprob columns of a reply: name -> a row a token."""
+
+    def __init__(self, asked: LogprobParams, text_of: TextOf | None) -> None:
+        self.asked = asked
+        self._text_of = text_of
+
+    def output(
+        self,
+        token_ids: Iterable[int],
+        logprobs: Iterable[float],
+        top: Iterable[Iterable[tuple[int, float]]],
+        of_ids: Iterable[Iterable[float]],
+    ) -> dict[str, list[Any]]:
+        """Return the columns of generated tokens."""
+        return self._columns("output", token_ids, logprobs, top, of_ids, ())
+
+    def masks(
+        self, masks: Iterable[Iterable[int]], logprobs: Iterable[float]
+    ) -> dict[str, list[Any]]:
+        """Return what each draw could have drawn, and the drawn token's logprob among it."""
+        if not self.asked.sampling_mask:
+            return {}
+        return {
+            "output_token_sampling_mask": [list(ids) for ids in masks],
+            "output_token_sampling_logprobs": list(logprobs),
+        }
+
+    def input(
+        self,
+        prompt_token_ids: tuple[int, ...],
+        logprobs: tuple[float | None, ...],
+        top: Iterable[Iterable[tuple[int, float]]],
+        of_ids: Iterable[Iterable[float]],
+    ) -> dict[str, list[Any]]:
+        """Return a row a prompt token from ``logprob_start_len`` on; position 0 has no logprob."""
+        start = self.asked.logprob_start_len
+        token_ids = prompt_token_ids[start : start + len(logprobs)]
+        nothing = (None,) if start == 0 else ()
+        return self._columns("input", token_ids, logprobs, top, of_ids, nothing)
+
+    def _columns(
+        self,
+        side: str,
+        token_ids: Iterable[int],
+        logprobs: Iterable[float | None],
+        top: Iterable[Iterable[tuple[int, float]]],
+        of_ids: Iterable[Iterable[float]],
+        nothing: tuple[None, ...],
+    ) -> dict[str, list[Any]]:
+        asked = self.asked
+        pairs = zip(token_ids, logprobs, strict=True)
+        columns: dict[str, list[Any]] = {f"{side}_token_logprobs": self._row(pairs)}
+        if asked.top_logprobs_num:
+            columns[f"{side}_top_logprobs"] = [*nothing, *(self._row(row) for row in top)]
+        if asked.token_ids_logprob:
+            ids = asked.token_ids_logprob
+            columns[f"{side}_token_ids_logprobs"] = [
+                *nothing,
+                *(self._row(zip(ids, row, strict=True)) for row in of_ids),
+            ]
+        return columns
+
+    def _row(self, pairs: Iterable[tuple[int, float | None]]) -> list[Triple]:
+        text_of = self._text_of
+        return [
+            [
+                logprob if logprob is not None and math.isfinite(logprob) else None,
+                token_id,
+                None if text_of is None else text_of(token_id),
+            ]
+            for token_id, logprob in pairs
+        ]
+
+
+def _extend(column: bytearray, rows: Iterable[Any]) -> None:
+    added = msgspec.json.encode(rows)[1:-1]
+    if column and added:
+        column += b","
+    column += added
+
+
+def _array(column: bytearray) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + column + b"]")

@@ -5,6 +5,7 @@ Owns what is refused and the words in which: each error names the field and the 
 
 import math
 import operator
+import reprlib
 from collections.abc import Iterable
 from typing import SupportsIndex
 
@@ -59,7 +60,7 @@ def validated_prompt(prompt_token_ids: Iterable[SupportsIndex], limits: Limits) 
             token_id = operator.index(value)  # of any integer type
         except TypeError:
             raise RequestError(
-                field, f"item {index} is {value!r}, not an integer token id"
+                field, f"item {index} is {reprlib.repr(value)}, not an integer token id"
             ) from None
         if not 0 <= token_id < limits.vocab_size:
             raise RequestError(
@@ -172,6 +173,23 @@ def validated_capture(capture: CaptureParams, *, prompt_len: int, limits: Limits
     if not 0 <= capture.interval < 2**31:
         raise RequestError("capture.interval", f"is {capture.interval}; give 0 or a number of rows")
     return msgspec.structs.replace(capture, columns=tuple(dict.fromkeys(capture.columns)))
+
+
+def validated_label(field: str, label: str | None) -> str | None:
+    """Return the label of a request or of a group of them.
+
+    Raises:
+        RequestError: it is no text, or none that can be written as UTF-8.
+    """
+    if label is None:
+        return None
+    if type(label) is not str:
+        raise RequestError(field, f"is {label!r}; give a text")
+    try:
+        label.encode()
+    except UnicodeEncodeError:
+        raise RequestError(field, "is not valid Unicode text") from None
+    return label
 
 
 def _check_numbers(sampling: SamplingParams) -> None:

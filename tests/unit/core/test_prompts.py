@@ -188,3 +188,17 @@ def test_without_a_template_there_is_no_chat(maker, folder):
     )
     with pytest.raises(RequestError, match="no chat template"):
         plain.make(CHAT, None)
+
+
+@pytest.mark.parametrize("wrong", [5, b"a", ["a"], "\ud800"])
+def test_what_is_no_text_is_no_label(maker, wrong):
+    for name, field in (("group", "group"), ("label", "rid")):
+        with pytest.raises(RequestError) as caught:
+            maker.make([1], None, **{name: wrong})
+        assert caught.value.field == field
+
+
+def test_any_text_is_a_label(maker):
+    for text in ("", "a" * 1000, "\U0001f600"):
+        request = maker.make([1], None, group=text, label=text)
+        assert (request.group, request.label) == (text, text)

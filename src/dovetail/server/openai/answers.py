@@ -1,0 +1,165 @@
+"""From requests to OpenAI's reply objects, whole or as events.
+
+Owns what both routes share: the envelope, usage, and the order of events. A route's ``Choices``
+says how one choice looks.
+"""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import msgspec
+
+from dovetail.core.generation import Generation, StreamEvent
+from dovetail.server.body import off_loop
+from dovetail.server.errors import HttpError
+from dovetail.server.openai.body import CallFields, StreamOptions
+from dovetail.server.traffic import Traffic
+from dovetail.wire.request import Request
+from dovetail.wire.result import FinishReason
+
+_CHOICE_BYTES_PER_TOKEN = 120
+
+
+class Choices(Protocol):
+    """How a route shows one generation. One object a call: it may keep state per choice."""
+
+    id_prefix: str
+    kind: str
+    part_kind: str
+
+    def whole(
+        self, key: tuple[int, int], request: Request, generation: Generation
+    ) -> dict[str, Any]:
+        """Return choice ``key`` (request, sample) without its index and finish reason."""
+        ...
+
+    def part(self, key: tuple[int, int], request: Request, event: StreamEvent) -> dict[str, Any]:
+        """Return what an event adds to choice ``key``; empty if nothing, but never at its end."""
+        ...
+
+
+class Answers:
+    """The replies of one call.
+
+    Args:
+        call: the fields that both routes share.
+        model: the served name.
+        requests: of the prompts, in order; choices are numbered prompt by prompt.
+        choices: of the route.
+    """
+
+    def __init__(
+        self, call: CallFields, model: str, requests: Sequence[Request], choices: Choices
+    ) -> None:
+        self._requests = requests
+        self._choices = choices
+        self._options = call.stream_options or StreamOptions()
+        self._first_of = [0]  # index of each request's first choice
+        for request in requests:
+            self._first_of.append(self._first_of[-1] + request.sampling.n)
+        self._head = {
+            "id": f"{choices.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self, traffic: Traffic) -> bytes:
+        """Run the requests to their end and return the reply.
+
+        Raises:
+            HttpError: a generation failed.
+        """
+        answers = await traffic.finish(self._requests)
+        size = sum(len(g.token_ids) + len(g.prompt_logprobs) for some in answers for g in some)
+        return await off_loop(size * _CHOICE_BYTES_PER_TOKEN, lambda: self._encode(answers))
+
+    async def stream(self, traffic: Traffic) -> AsyncGenerator[bytes, None]:
+        """Run the requests and yield the events' data."""
+        usage = _RunningUsage(self._requests)
+        async with aclosing(traffic.run(self._requests)) as all_news:
+            async for index, event in all_news:
+                usage.add(index, event)
+                request = self._requests[index]
+                choice = self._choices.part((index, event.sample_index), request, event)
+                if not choice:
+                    continue
+                place = self._first_of[index] + event.sample_index
+                yield self._event([_choice(place, choice, event.finish_reason)], usage)
+        if self._options.include_usage:
+            yield self._event([], usage)
+
+    def _event(self, choices: list[dict[str, Any]], usage: "_RunningUsage") -> bytes:
+        event = {"object": self._choices.part_kind} | self._head | {"choices": choices}
+        if self._options.include_usage or self._options.continuous_usage_stats:
+            is_told = self._options.continuous_usage_stats or not choices
+            event["usage"] = usage.value() if is_told else None
+        return msgspec.json.encode(event)
+
+    def _encode(self, answers: list[list[Generation]]) -> bytes:
+        choices: list[dict[str, Any]] = []
+        usage = _RunningUsage(self._requests)
+        versions: list[str] = []
+        for index, (request, generations) in enumerate(zip(self._requests, answers, strict=True)):
+            for generation in generations:
+                place = self._first_of[index] + generation.sample_index
+                choice = self._choices.whole((index, generation.sample_index), request, generation)
+                choices.append(_choice(place, choice, generation.finish_reason))
+                usage.count(
+                    index, generation.usage.completion_tokens, generation.usage.cached_tokens
+                )
+                versions += [str(version) for version in generation.weight_versions[-1:]]
+        return msgspec.json.encode(
+            {"object": self._choices.kind}
+            | self._head
+            | {
+                "choices": choices,
+                "usage": usage.value(),
+                "metadata": {"weight_version": versions[-1] if versions else "0"},
+            }
+        )
+
+
+class _RunningUsage:
+    """Token counts of a call so far; a prompt counts once, whatever its ``n``."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._num_prompt = sum(len(request.prompt_token_ids) for request in requests)
+        self._num_generated = 0
+        self._num_cached = [0] * len(requests)
+
+    def add(self, index: int, event: StreamEvent) -> None:
+        """Count an event of request ``index``."""
+        self.count(index, len(event.token_ids), event.usage.cached_tokens if event.usage else 0)
+
+    def count(self, index: int, num_generated: int, num_cached: int) -> None:
+        """Count tokens of request ``index``; of its samples' cached tokens the most counts."""
+        self._num_generated += num_generated
+        self._num_cached[index] = max(self._num_cached[index], num_cached)
+
+    def value(self) -> dict[str, Any]:
+        """Return the usage object."""
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_generated,
+            "total_tokens": self._num_prompt + self._num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
+        }
+
+
+def _choice(index: int, choice: dict[str, Any], reason: FinishReason | None) -> dict[str, Any]:
+    """Return the choice with its index and its end.
+
+    Raises:
+        HttpError: the generation failed.
+    """
+    if reason is not None and reason.type == "error":
+        raise HttpError(500, reason.message or "the generation failed")
+    return {
+        "index": index,
+        **choice,
+        "finish_reason": None if reason is None else reason.type,
+        "matched_stop": None if reason is None else reason.matched,
+    }

@@ -1,0 +1,146 @@
+"""A server's life: from a bound socket to its last answer.
+
+Owns signals and the order of ending: nothing new starts, the engine aborts what is open, each
+client gets its last answer, the engine ends. All of it within seconds.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import uvicorn
+
+from dovetail.core.client import EngineClient
+from dovetail.errors import ConfigError
+from dovetail.server.app import Application
+from dovetail.server.settings import ServerSettings
+
+BACKLOG = 2048
+EXIT_INTERRUPTED = 130
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that holds the port and refuses connections until it listens.
+
+    Raises:
+        ConfigError: the port is taken, or there is no such host.
+    """
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        raise ConfigError("host", f"{host!r} is no address of this machine: {error}") from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise _cannot_bind(host, port, error) from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Return where a server on this socket is found."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer:
+    """Serves one engine until a signal ends it; closes the engine.
+
+    Args:
+        client: of a running engine.
+        settings: of the server.
+        sock: from ``bound_socket``.
+        on_ready: called once requests are taken.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        settings: ServerSettings,
+        sock: socket.socket,
+        *,
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._sock = sock
+        self._on_ready = on_ready
+        self._app = Application(client, settings, lifespan=self._lifespan)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._app,
+                log_config=None,
+                log_level="error",  # it warns of each client that speaks no HTTP
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                ws="none",
+                backlog=BACKLOG,
+                timeout_keep_alive=settings.keep_alive_s,
+            )
+        )
+        self._drain_s = settings.drain_s
+        self._signal = 0
+        self._closing: asyncio.Task[None] | None = None
+        self._patience: asyncio.Task[None] | None = None
+
+    def run(self) -> int:
+        """Serve; return the exit code. Call it on the main thread.
+
+        Raises:
+            ConfigError: another server took the port since it was bound.
+        """
+        try:
+            self._sock.listen(BACKLOG)
+        except OSError as error:
+            host, port = self._sock.getsockname()[:2]
+            raise _cannot_bind(host, port, error) from None
+        asyncio.run(self._server.serve(sockets=[self._sock]))
+        return EXIT_INTERRUPTED if self._signal == signal.SIGINT else 0
+
+    @asynccontextmanager
+    async def _lifespan(self, _: object) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        # They take the place of uvicorn's, which would raise the signal again in the end.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._on_ready()
+        try:
+            yield
+        finally:
+            await self._end()
+
+    def _on_signal(self, number: int) -> None:
+        if self._signal:  # the second one: at once; the engine sees that it is alone, and ends
+            os._exit(EXIT_INTERRUPTED)
+        self._signal = number
+        self._end()
+        self._server.should_exit = True
+
+    def _end(self) -> "asyncio.Task[None]":
+        """Begin to end: the engine aborts what is open, and the routes write their last answers."""
+        self._app.traffic.drain()
+        if self._closing is None:
+            self._closing = asyncio.create_task(asyncio.to_thread(self._client.close))
+            self._patience = asyncio.create_task(self._lose_patience(self._closing))
+        return self._closing
+
+    async def _lose_patience(self, closing: "asyncio.Task[None]") -> None:
+        """Leave clients that do not read their last answer, some time after it was made."""
+        await closing
+        await asyncio.sleep(self._drain_s)
+        self._server.force_exit = True
+
+
+def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        "port",
+        f"{port} on {host} cannot be used ({error.strerror}); give another --port, "
+        "or end what uses it",
+    )
