@@ -100,6 +100,11 @@ class Generation:
     sampling_mask: tuple[tuple[int, ...], ...] = ()
     mask_logprobs: tuple[float, ...] = ()
 
+    @property
+    def captured_bytes(self) -> int:
+        """Bytes of the captured columns."""
+        return sum(rows.nbytes for rows in self.captured.values())
+
 
 class RequestDecoder:
     """Turns the token events of one request into stream events and, in the end, generations."""
@@ -197,10 +202,10 @@ def _generation(request: Request, parts: list[StreamEvent]) -> Generation:
         text="".join(part.text for part in parts),
         finish_reason=last.finish_reason,
         logprobs=tuple(value for part in parts for value in part.logprobs),
-        top_logprobs=tuple(row for part in scores for row in toptop_pairs(part)),
+        top_logprobs=tuple(row for part in scores for row in top_pairs(part)),
         id_logprobs=tuple(row for part in scores for row in part.id_logprobs),
         prompt_logprobs=(None,) * starts_at_zero + (prompt.logprobs if prompt else ()),
-        prompt_top_logprobs=toptop_pairs(prompt) if prompt else (),
+        prompt_top_logprobs=top_pairs(prompt) if prompt else (),
         prompt_id_logprobs=prompt.id_logprobs if prompt else (),
         weight_versions=tuple(value for part in parts for value in part.weight_versions),
         seed=request.seed,
@@ -218,7 +223,7 @@ def _joined(parts: list[Captured]) -> Captured:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def toptop_pairs(scores: Scores) -> tuple[tuple[tuple[int, float], ...], ...]:
+def top_pairs(scores: Scores) -> tuple[tuple[tuple[int, float], ...], ...]:
     """Return the likeliest (id, logprob) of each position."""
     return tuple(
         tuple(zip(ids, values, strict=True))
