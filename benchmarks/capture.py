@@ -1,0 +1,251 @@
+"""What capture costs on the CPU.
+
+    python benchmarks/capture.py [--rounds N] [--long-len N] [--output FILE.jsonl]
+
+1. Tokens a second of the embedded model with capture off, on, and on with rows returned, in turn.
+2. Bytes a token of each form of the rows, and the time to encode those of a long sequence.
+3. The packing of a step's rows (256 tokens x 40 layers x 8, with locations) beside their copy.
+4. The time between tokens of eight streams while a long request ends, whose rows are returned or
+   not: a random model of 8 layers and 48 experts a token, so that a row takes 384 bytes.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from common import describe_run
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging
+
+import dovetail
+from dovetail.config.hub import locate_model
+from dovetail.core.routes import own_rows, sglang_rows
+from dovetail.replay.records import RouteTrace
+
+NUM_REQUESTS, NUM_TOKENS = 64, 64
+ENCODED = (32_768, 48, 8, 128)
+"""Rows, MoE layers, experts a token, experts: of Qwen3-30B-A3B."""
+NUM_BYSTANDERS = 8
+LAST_TOKENS = 24
+"""Tokens that the long request generates: steady decoding, then its end."""
+
+Line = dict[str, Any]
+
+
+def main() -> None:
+    """Measure and print JSON lines."""
+    parser = argparse.ArgumentParser(description="What capture costs on the CPU.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--long-len", type=int, default=32_768, help="tokens of the long prompt")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+    lines = [*throughput(args.rounds), *payload(), *snapshot(), *bystanders(args.long_len)]
+    run = describe_run(sys.argv, "transformers")
+    text = "\n".join(json.dumps({"floor": None, **line, **run}) for line in lines)
+    print(text)
+    if args.output is not None:
+        args.output.write_text(text + "\n")
+
+
+def throughput(rounds: int) -> list[Line]:
+    """Return tokens a second without capture, with it, and with rows returned."""
+    columns = ("experts",)
+    with dovetail.Engine() as plain, dovetail.Engine(capture=columns) as capturing:
+        kinds: dict[str, Callable[[], float]] = {
+            "off": lambda: tokens_per_s(plain, ()),
+            "on": lambda: tokens_per_s(capturing, ()),
+            "on, returned": lambda: tokens_per_s(capturing, columns),
+        }
+        values = interleaved(kinds, rounds)
+    shape = f"{NUM_REQUESTS} requests, 32 prompt tokens, {NUM_TOKENS} generated"
+    return [
+        {
+            "work": f"generate, capture {kind}",
+            "shape": shape,
+            "batch": NUM_REQUESTS,
+            "value": round(statistics.median(found), 1),
+            "unit": "tokens/s",
+            "ratio_to_off": round(
+                statistics.median(a / b for a, b in zip(found, values["off"], strict=True)), 4
+            ),
+        }
+        for kind, found in values.items()
+    ]
+
+
+def tokens_per_s(engine: dovetail.Engine, columns: tuple[str, ...]) -> float:
+    """Generate for all requests and return the rate."""
+    prompts = [[(i * 7 + j) % 900 + 3 for j in range(32)] for i in range(NUM_REQUESTS)]
+    params = dovetail.SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    started = time.perf_counter()
+    engine.generate(prompts, params, capture=columns)
+    return NUM_REQUESTS * NUM_TOKENS / (time.perf_counter() - started)
+
+
+def interleaved(kinds: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Measure all kinds in turn, after a round that does not count."""
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for turn in range(rounds + 1):
+        for name, measure in kinds.items():
+            value = measure()
+            if turn:
+                found[name].append(value)
+    return found
+
+
+def payload() -> list[Line]:
+    """Return bytes a token and the time to encode, for each form."""
+    num_rows, num_layers, k, num_experts = ENCODED
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, num_experts, (num_rows, num_layers, k), dtype=np.uint8)
+    token_ids = list(range(num_rows + 1))
+    trace = RouteTrace.of_tokens(
+        ids, token_ids, layer_ids=range(num_layers), num_experts=num_experts
+    )
+    columns = {"experts": trace.ids}
+    forms: dict[str, Callable[[], bytes]] = {
+        "SGLang's, in JSON": lambda: msgspec.json.encode(
+            sglang_rows(trace, num_layers=num_layers, total_len=num_rows + 1)
+        ),
+        "our own, in JSON": lambda: msgspec.json.encode(own_rows(columns, start=0)),
+        "our own, in msgpack": lambda: msgspec.msgpack.encode(own_rows(columns, start=0)),
+    }
+    return [
+        {
+            "work": f"encode expert rows, {name}",
+            "shape": f"{num_rows} rows x {num_layers} layers x {k}",
+            "batch": 1,
+            "value": round(1e3 * min(seconds(encode) for _ in range(5)), 2),
+            "unit": "ms",
+            "bytes_a_token": round(len(encode()) / num_rows, 1),
+        }
+        for name, encode in forms.items()
+    ]
+
+
+def snapshot() -> list[Line]:
+    """Return what packing a step's rows costs beside copying them out."""
+    rows = np.random.default_rng(0).integers(0, 128, (512, 40, 8)).astype(np.int32)
+    slots, num_tokens = np.arange(256), 256
+    num_bytes = rows[:num_tokens].nbytes + slots.nbytes
+    device, host = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes).byte()
+    block = device.numpy()
+
+    def pack() -> None:
+        block[: -slots.nbytes].view(np.int32).reshape(num_tokens, 40, 8)[...] = rows[:num_tokens]
+        block[-slots.nbytes :].view(np.int64)[...] = slots
+
+    works: dict[str, Callable[[], object]] = {
+        "pack a step's rows": pack,
+        "copy a step's rows out": lambda: host.copy_(device),
+    }
+    return [
+        {
+            "work": name,
+            "shape": f"256 tokens x 40 layers x 8, int32, and locations: {num_bytes} bytes",
+            "batch": 256,
+            "value": round(1e3 * statistics.median(seconds(work) for _ in range(200)), 4),
+            "unit": "ms",
+        }
+        for name, work in works.items()
+    ]
+
+
+def bystanders(long_len: int) -> list[Line]:
+    """Return the time between tokens of others while a long request ends."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = long_model(Path(name), long_len + 1024)
+        options: dict[str, Any] = {"num_pages": (long_len + 40_000) // 16, "prefix_cache": False}
+        with dovetail.Engine(folder, capture=("experts",), **options) as engine:
+            found = {kind: gaps_at_end(engine, long_len, kind) for kind in ((), ("experts",))}
+    return [
+        {
+            "work": "time between tokens of 8 streams while a long request ends, rows "
+            + ("returned" if kind else "not returned"),
+            "shape": f"{long_len} prompt tokens; 8 layers x 48 experts a token, 384 bytes a row",
+            "batch": NUM_BYSTANDERS + 1,
+            "value": round(1e3 * float(np.quantile(gaps, 0.99)), 2),
+            "unit": "ms, p99",
+            "median_ms": round(1e3 * float(np.median(gaps)), 2),
+            "max_ms": round(1e3 * float(np.max(gaps)), 2),
+            "num_gaps": len(gaps),
+        }
+        for kind, gaps in found.items()
+    ]
+
+
+def gaps_at_end(engine: dovetail.Engine, long_len: int, columns: tuple[str, ...]) -> list[float]:
+    """Return the gaps of all streams from the long request's first token to after its end."""
+    ended, begun = threading.Event(), [0.0]
+    moments: list[list[float]] = [[] for _ in range(NUM_BYSTANDERS)]
+    endless = dovetail.SamplingParams(max_new_tokens=900, temperature=0, ignore_eos=True)
+
+    def watch(index: int) -> None:
+        num_after = 0
+        for _ in engine.stream([index + 5, 9, 11], endless):
+            moments[index].append(time.perf_counter())
+            num_after += ended.is_set()
+            if num_after > 2 * LAST_TOKENS:
+                return
+
+    # First the long prompt, alone; the others start when it begins to generate.
+    params = dovetail.SamplingParams(max_new_tokens=LAST_TOKENS, temperature=0, ignore_eos=True)
+    prompt = [i % 900 + 3 for i in range(long_len)]
+    threads = [threading.Thread(target=watch, args=(index,)) for index in range(NUM_BYSTANDERS)]
+    for event in engine.stream(prompt, params, capture=columns):
+        if not begun[0]:
+            begun[0] = time.perf_counter()
+            for thread in threads:
+                thread.start()
+        assert event.finish_reason is None or event.routes is not None or not columns
+    ended.set()
+    for thread in threads:
+        thread.join()
+    return [float(gap) for times in moments for gap in np.diff(times)]
+
+
+def long_model(folder: Path, context_len: int) -> Path:
+    """Write a random model with wide rows and a long context."""
+    embedded, _ = locate_model(None)
+    vocab_size = msgspec.json.decode((embedded / "config.json").read_bytes())["vocab_size"]
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=64,
+        num_experts_per_tok=48,
+        moe_intermediate_size=8,
+        max_position_embeddings=context_len,
+        tie_word_embeddings=True,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded / name, folder / name)
+    return folder
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Return how long a call takes."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
