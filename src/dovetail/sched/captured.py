@@ -92,7 +92,8 @@ class CapturedColumns:
             _expect_written(name, values, self.specs[name], start)
             if known:
                 self._compare(name, start, values[:known])
-            self._parts[name].append(values[known:])
+            if known < num_rows:
+                self._parts[name].append(values[known:])
         end = start + num_rows
         if end <= self.recorded:
             return
@@ -129,19 +130,33 @@ class CapturedColumns:
         return {
             name: CapturedRows(
                 start=self.start + first,
-                rows=TensorEnvelope.pack(self._joined(name)[first:]),
+                rows=TensorEnvelope.pack(self._rows_from(name, first)),
                 spans=self._spans(name) if is_last else (),
             )
             for name in self.specs
         }
 
+    def _rows_from(self, name: str, first: int) -> NDArray[np.generic]:
+        """Return the rows from number ``first`` on, looking at the newest parts alone."""
+        tail: list[NDArray[np.generic]] = []
+        num_missing = self.recorded - self.start - first
+        for part in reversed(self._parts[name]):
+            if num_missing <= 0:
+                break
+            tail.append(part[max(len(part) - num_missing, 0) :])
+            num_missing -= len(part)
+        return self._as_one(name, tail[::-1])
+
     def _joined(self, name: str) -> NDArray[np.generic]:
         parts = self._parts[name]
-        if len(parts) != 1:
-            spec = self.specs[name]
-            none = np.zeros((0, *spec.shape), dtype=spec.dtype)
-            parts[:] = [np.concatenate([none, *parts])]
+        parts[:] = [self._as_one(name, parts)]
         return parts[0]
+
+    def _as_one(self, name: str, parts: list[NDArray[np.generic]]) -> NDArray[np.generic]:
+        if len(parts) == 1:
+            return parts[0]
+        spec = self.specs[name]
+        return np.concatenate([np.zeros((0, *spec.shape), dtype=spec.dtype), *parts])
 
     def _spans(self, name: str) -> tuple[CaptureSpan, ...]:
         again = self._again + self._recomputed()
