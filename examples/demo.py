@@ -5,7 +5,8 @@
 1. Text streams from a mixture-of-experts model through scheduler, paged KV and overlap loop.
 2. A second request shares its beginning: the prefix cache serves it. Ids and logprobs are shown.
 3. The first half of an answer is sent back with the same seed: the same second half comes out.
-4. ``dovetail serve`` answers a chat over HTTP, streamed, as OpenAI's clients expect it.
+4. The experts of each token of that answer, as a trainer would replay them.
+5. ``dovetail serve`` answers a chat over HTTP, streamed, as OpenAI's clients expect it.
 """
 
 import argparse
@@ -43,14 +44,16 @@ def main() -> None:
     parser.add_argument("--lanes", default="inline", choices=["inline", "threaded"])
     args = parser.parse_args()
     console = Console(highlight=False)
-    with dovetail.Engine(depth=args.depth, lanes=args.lanes) as engine:
+    with dovetail.Engine(depth=args.depth, lanes=args.lanes, capture=("experts",)) as engine:
         show_engine(console, engine)
         stream_text(console, engine)
         show_prefix_hit(console, engine)
         continue_from_the_middle(console, engine)
+        show_routes(console, engine)
     chat_over_http(console)
     console.print(
-        "\nNext: [bold].venv/bin/dovetail generate --help[/bold], docs/step.md, docs/server.md"
+        "\nNext: [bold].venv/bin/dovetail generate --help[/bold], docs/step.md, docs/server.md, "
+        "docs/capture.md"
     )
 
 
@@ -120,9 +123,40 @@ def continue_from_the_middle(console: Console, engine: dovetail.Engine) -> None:
     console.print(f"token ids are [bold]{verdict}[/bold]")
 
 
+def show_routes(console: Console, engine: dovetail.Engine) -> None:
+    """Show which experts the last tokens went through: a row a layer, a column a token."""
+    console.rule("4. the experts of each token")
+    params = dovetail.SamplingParams(max_new_tokens=12, sampling_seed=SEED)
+    [generation] = engine.generate(PROMPT, params, capture=("experts",))
+    routes = generation.routes
+    assert routes is not None
+    ids = generation.prompt_token_ids + generation.token_ids
+    routes.validate(ids)
+    shown = range(max(routes.end - 6, 0), routes.end)  # fits 80 columns
+    console.print(
+        f"{routes.num_rows} rows for {len(ids)} tokens, {len(routes.to_bytes())} bytes: the last "
+        "token was sampled, and was no input"
+    )
+    table = Table("layer", *(repr(engine.tokenizer.decode([ids[p]])) for p in shown))
+    for index, layer in enumerate(routes.layer_ids):
+        cells = (routes.ids[p - routes.start, index] for p in shown)
+        table.add_row(str(layer), *(_heat(cell.tolist(), routes.num_experts) for cell in cells))
+    console.print(table)
+    console.print("[dim]a cell has a place for each expert: first choice, second choice[/dim]")
+
+
+def _heat(chosen: list[int], num_experts: int) -> str:
+    """Return a cell: full for the first choice, paler for the later ones."""
+    shades = "\N{FULL BLOCK}\N{DARK SHADE}\N{MEDIUM SHADE}\N{LIGHT SHADE}"
+    places = ["\N{MIDDLE DOT}"] * num_experts
+    for rank, expert in enumerate(chosen):
+        places[expert] = shades[min(rank, 3)]
+    return "".join(places)
+
+
 def chat_over_http(console: Console) -> None:
     """Start a server, ask it one question with nothing but the standard library, end it."""
-    console.rule("4. the same engine behind HTTP")
+    console.rule("5. the same engine behind HTTP")
     with running_server() as address:
         connection = http.client.HTTPConnection(address, timeout=60)
         body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True}

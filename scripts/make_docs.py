@@ -119,6 +119,8 @@ def _type(hint: object) -> str:
     """Return a type in the words of a table cell."""
     if get_origin(hint) is Literal:
         return " or ".join(f"`{value}`" for value in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"several {_type(get_args(hint)[0])}"
     if args := get_args(hint):
         return " or ".join(_type(arg) for arg in args)
     return "`None`" if hint is type(None) else f"`{getattr(hint, '__name__', hint)}`"

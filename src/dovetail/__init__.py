@@ -21,12 +21,13 @@ from dovetail.errors import (
 if TYPE_CHECKING:
     from dovetail.config.schema import EngineOptions
     from dovetail.core.engine import Engine, Generation
-    from dovetail.wire.request import LogprobParams, SamplingParams
+    from dovetail.wire.request import CaptureParams, LogprobParams, SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CapacityError",
+    "CaptureParams",
     "ConfigError",
     "DeviceError",
     "Engine",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CaptureParams": "dovetail.wire.request",
     "Engine": "dovetail.core.engine",
     "EngineOptions": "dovetail.config.schema",
     "Generation": "dovetail.core.engine",

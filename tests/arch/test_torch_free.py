@@ -45,7 +45,7 @@ def import_without_torch(names: list[str]) -> subprocess.CompletedProcess[str]:
 
 def test_host_half_imports_without_torch() -> None:
     names = [source.name for source in sources() if source.layer in TORCH_FREE]
-    names += ["dovetail", "dovetail.exec.fake"]
+    names += ["dovetail", "dovetail.exec.fake", "dovetail.replay.records"]
     names += ["dovetail.core.client", "dovetail.core.process"]  # what a server's process loads
     names += [source.name for source in sources() if source.layer == "server"]
     done = import_without_torch(names)

@@ -3,16 +3,12 @@
 Deterministic arithmetic hides a row that was computed again and written over: the numbers are the
 same. Here they are not: a logprob is a stamp, the number of the forward that it comes from. So a
 token, a score or a prompt score that is not the first and only one of its kind shows at once.
-(Expert rows will be stamped in the same way once they are captured.)
+Expert rows are stamped in the same way: ``test_stamped_routes.py``.
 """
-
-import math
 
 import numpy as np
 import pytest
-import torch
 
-from dovetail.attention.backend import ForwardContext
 from dovetail.errors import InvariantError
 from dovetail.exec.device import CpuDevice
 from dovetail.exec.executor import Executor
@@ -21,45 +17,11 @@ from dovetail.sched.plan import StepPlan
 from dovetail.sched.sequence import Sequence
 from dovetail.wire.request import LogprobParams
 from tests.support.referee import check_append_only
-from tests.support.scripted import VOCAB_SIZE, plain_config
+from tests.support.scripted import plain_config
+from tests.support.stamps import StampModel, after, stamp_of
 from tests.support.stepper import Output, Stepper
 
-STAMP_UNIT = 1 / 64
 TOP = LogprobParams(logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(0, 31))
-
-
-class StampModel:
-    """Draws token ``(7 p + 3) mod 29 + 3`` after position p, with a logit that grows each forward.
-
-    Hidden states are (position, number of the forward).
-    """
-
-    def __init__(self, config) -> None:
-        self.config = config
-        self.num_forwards = 0
-
-    def hidden(self, ctx: ForwardContext) -> torch.Tensor:
-        self.num_forwards += 1
-        stamps = torch.full_like(ctx.positions, self.num_forwards)
-        return torch.stack([ctx.positions, stamps], dim=1).double()
-
-    def logits(self, hidden_NM: torch.Tensor) -> torch.Tensor:
-        positions, stamps = hidden_NM[:, 0].long(), hidden_NM[:, 1]
-        logits = torch.zeros(len(hidden_NM), VOCAB_SIZE, dtype=torch.float64)
-        logits[torch.arange(len(hidden_NM)), after(positions)] = stamps * STAMP_UNIT
-        return logits.float()
-
-
-def after(position):
-    """The token drawn after a position."""
-    return (7 * position + 3) % 29 + 3
-
-
-def stamp_of(logprob: float, *, is_drawn: bool = True) -> int:
-    """Return the number of the forward that a logprob comes from."""
-    # x - log(e^x + V - 1) for the drawn token, and minus that logarithm for any other.
-    odds = math.exp(logprob) if is_drawn else 1 - (VOCAB_SIZE - 1) * math.exp(logprob)
-    return round(math.log(odds * (VOCAB_SIZE - 1) / (1 - odds)) / STAMP_UNIT)
 
 
 class Stamped(Stepper):

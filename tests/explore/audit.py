@@ -13,7 +13,7 @@ import torch
 from dovetail.cache.ledger import KVLedger
 from dovetail.errors import InvariantError
 from dovetail.exec.executor import Executor
-from dovetail.exec.kv import TOKEN_POISON, KVStore
+from dovetail.exec.kv import KVStore
 from dovetail.exec.pending import PendingStep, StepExecutor
 from dovetail.sched.plan import FROM_DEVICE, StepPlan, StepResult
 
@@ -128,9 +128,10 @@ class PlanAudit:
 
 
 class PoisonedPages:
-    """An executor around another one that spoils each page as it changes hands.
+    """An executor around another one that spoils the keys and values of pages that change hands.
 
-    So memory that nobody wrote, and memory of a stranger, is NaN and never a legal token.
+    So memory that nobody wrote, and memory of a stranger, is NaN. Side data the engine itself
+    poisons.
     """
 
     def __init__(self, executor: Executor, ledger: KVLedger) -> None:
@@ -157,7 +158,6 @@ def _spoil(store: KVStore, slots: list[int] | None) -> None:
     index = slice(None) if slots is None else torch.tensor(slots)
     store.k_LCKD[:, index] = math.nan
     store.v_LCKD[:, index] = math.nan
-    store.sidecars["tokens"][index] = TOKEN_POISON
 
 
 def _columns(arrays: object, *names: str) -> Iterable[tuple[int, ...]]:

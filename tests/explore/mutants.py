@@ -290,6 +290,22 @@ def pages_released_in_flight(patch: MonkeyPatch) -> None:
     patch.setattr(KVLedger, "release", release_once)
 
 
+def pages_released_before_the_gather(patch: MonkeyPatch) -> None:
+    """A sequence that ends gives up its pages at once; its rows are read after that."""
+    release = KVLedger.release
+
+    def release_pages(_: object, self: Scheduler, sequence: Sequence, reason: Any) -> None:
+        if sequence.holding is not None and sequence.needs_readout:
+            release(self._ledger, sequence.holding)
+
+    def release_once(self: KVLedger, holding: Holding) -> None:
+        if holding.tables:
+            release(self, holding)
+
+    after(patch, Scheduler, "_decide_finish", release_pages)
+    patch.setattr(KVLedger, "release", release_once)
+
+
 # -- what is shared ----------------------------------------------------------------------
 
 

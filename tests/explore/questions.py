@@ -8,11 +8,12 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.support.handmade import num_tags
-from tests.support.oracle import Oracle, OracleGeneration
+from tests.support.oracle import Oracle, OracleGeneration, Routing
 
 CONTEXT_LEN = 64
 MAX_NEW_TOKENS = 20
@@ -30,7 +31,13 @@ class Question:
 
 
 class Quiz(Protocol):
-    """Questions to one model, and the answers."""
+    """Questions to one model, and the answers.
+
+    Attributes:
+        columns: what the engine captures beside the tokens.
+    """
+
+    columns: tuple[str, ...]
 
     def questions(self, rng: random.Random, count: int) -> list[Question]:
         """Return questions, many of which share prefixes or go on from an earlier answer."""
@@ -38,6 +45,10 @@ class Quiz(Protocol):
 
     def answer(self, question: Question) -> OracleGeneration:
         """Return the right answer."""
+        ...
+
+    def routing(self, ids: Ids) -> Routing:
+        """Return the experts of each token; for a quiz with that column."""
         ...
 
 
@@ -49,6 +60,8 @@ class HandmadeQuiz:
         first_tokens: what a prompt may begin with.
         other_tokens: what it may go on with.
     """
+
+    columns: tuple[str, ...] = ()
 
     def __init__(
         self, next_token: Callable[[int, int], int], first_tokens: range, other_tokens: range
@@ -97,6 +110,10 @@ class HandmadeQuiz:
             finish="stop" if stops & {*ids[-1:]} else "length",
         )
 
+    def routing(self, ids: Ids) -> Routing:
+        """A handmade model has no experts."""
+        raise NotImplementedError
+
     def _fresh(self, rng: random.Random, length: int) -> Ids:
         return (rng.choice(self._first_tokens), *self._tokens(rng, length - 1))
 
@@ -116,8 +133,11 @@ class HandmadeQuiz:
 class OracleQuiz:
     """A few fixed questions to a random model: the oracle remembers its answers."""
 
+    columns: tuple[str, ...] = ("experts",)
+
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
+        self._routing = lru_cache(1024)(oracle.router_ids)
         rng = random.Random(0)
         stem = tuple(rng.choices(range(3, 250), k=24))
         prompts = [stem[:9], stem[:20], (*stem, 7, 8, 9), stem[:16], (11,), (5, 6) * 15]
@@ -148,6 +168,10 @@ class OracleQuiz:
         return self._oracle.generate(
             question.prompt, seed=sampling.pop("sampling_seed"), eos_ids=(EOS_ID,), **sampling
         )
+
+    def routing(self, ids: Ids) -> Routing:
+        """Return the experts of each token."""
+        return self._routing(ids)
 
 
 def random_sampling(rng: random.Random) -> dict[str, Any]:

@@ -16,10 +16,11 @@ import numpy as np
 
 from dovetail.exec.device import Device
 from dovetail.exec.executor import Executor
+from dovetail.wire.request import CaptureParams
 from tests.explore.audit import PlanAudit, PoisonedPages
 from tests.explore.devices import DEVICES
 from tests.explore.questions import CONTEXT_LEN, Question, Quiz, quiz_of
-from tests.support.compare import assert_logprobs, assert_same_tokens
+from tests.support.compare import assert_logprobs, assert_same_routes, assert_same_tokens
 from tests.support.harness import Harness, Output
 from tests.support.oracle import Oracle
 
@@ -43,13 +44,15 @@ class Job:
         question: what is asked.
         start: turn of the loop before which it arrives.
         aborts: turns before which it is aborted; it may have ended by then.
-        capture: whether the tokens sidecar is read out.
+        capture: whether the captured columns are read out.
+        interval: of rows that leave while it runs.
     """
 
     question: Question
     start: int
     aborts: tuple[int, ...]
     capture: bool
+    interval: int
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def random_scenario(quiz: Quiz, seed: int, **fixed: Any) -> Scenario:
         "chunk_size": rng.choice((4, 7, 16, -1)),
         "max_running": rng.choice((2, 3, 5, 8)),
         "prefix_cache": rng.random() < 0.85,
+        "capture": quiz.columns,
     }
     questions = quiz.questions(rng, rng.randint(3, 9))
     last_start = rng.choice((2, 2, 8, 40))  # many arrivals at once, or now and then
@@ -92,7 +96,9 @@ def random_scenario(quiz: Quiz, seed: int, **fixed: Any) -> Scenario:
     ):
         first_abort = start + rng.randint(0, 25)
         aborts = (first_abort, first_abort + rng.randint(0, 2)) if rng.random() < 0.25 else ()
-        jobs.append(Job(question, start, aborts, capture=rng.random() < 0.6))
+        capture = rng.random() < 0.6
+        interval = random.Random(f"{seed} {len(jobs)}").choice((0, 0, 1, 5))
+        jobs.append(Job(question, start, aborts, capture, interval))
     count = rng.choice((0, 0, 2, 6))
     retractions = frozenset(rng.randint(1, 60) for _ in range(count))
     return Scenario(seed, options | fixed, tuple(jobs), retractions)
@@ -155,7 +161,8 @@ def _play(scenario: Scenario, harness: Harness) -> list[Output]:
             if turn in job.aborts:  # before the arrival it is an id that does not exist
                 harness.abort(ids.get(index, UNKNOWN_ID))
             if turn == job.start:
-                capture = ("tokens",) if job.capture else ()
+                columns = ("tokens", *scenario.options["capture"]) if job.capture else ()
+                capture = CaptureParams(columns=columns, interval=job.interval)
                 question = job.question
                 ids[index] = harness.add(question.prompt, capture=capture, **question.sampling)
         if turn in scenario.retractions:
@@ -190,6 +197,9 @@ def _check_output(job: Job, quiz: Quiz, output: Output, *, context: str) -> None
     captured = output.captured.get("tokens", forwarded[:0])
     if finish.type == "abort":
         forwarded = forwarded[: len(captured)]
+    if job.capture and quiz.columns and len(forwarded):
+        experts = output.captured["experts"]
+        assert_same_routes(experts, quiz.routing(tuple(forwarded.tolist())), context=context)
     if job.capture:
         np.testing.assert_array_equal(captured, forwarded, err_msg=context)
     else:

@@ -18,6 +18,8 @@ from tests.explore.scenario import Model, check, explore, play, random_scenario
 
 TOKENS = r"output: .*: (token \d+ .*instead of|\d+ tokens instead of)"
 READOUT = r"output: \nArrays are not equal"
+NO_ROW = r"output: .*has no row for position"
+FOREIGN_ROWS = r"RuntimeError: generator|ValueError: operands|output: .*rows from position"
 NOT_FINITE = r"output: .*not finite"
 BAD_TOKEN = r"IndexError: index out of range"
 JUNK_RESULT = r"ValueError: .* is not a valid RowStatus"
@@ -63,7 +65,7 @@ MUTANTS = [
     Mutant(mutants.copy_lane_reads_state, TOKENS),
     Mutant(mutants.copy_lane_declares_state, "InvariantError: lane copy touches engine state"),
     Mutant(mutants.staged_late, "ValueError: .*read-only"),
-    Mutant(mutants.staged_late_unfrozen, TOKENS),
+    Mutant(mutants.staged_late_unfrozen, TOKENS, READOUT),
     Mutant(mutants.copy_does_not_wait, JUNK_RESULT),
     Mutant(mutants.retired_too_early, JUNK_RESULT),
     Mutant(mutants.staging_has_no_fence, STALE, JUNK_PACKET),
@@ -74,15 +76,16 @@ MUTANTS = [
     Mutant(
         mutants.stale_handle_accepted,
         TOKENS,
-        f"{READOUT}|{LOST_COUNT}|{LEFT_TWICE}",
+        f"{READOUT}|{LOST_COUNT}|{LEFT_TWICE}|{FOREIGN_ROWS}",
         audited=False,
         fixed=OVERLAP | {"max_running": 2},
     ),
     Mutant(mutants.retracted_in_flight, STALE, audited=False),
     Mutant(mutants.pages_released_in_flight, FREED),
+    Mutant(mutants.pages_released_before_the_gather, FREED),
     Mutant(mutants.published_when_planned, SHARED),
     Mutant(mutants.published_with_last_token, SHARED),
-    Mutant(mutants.published_with_last_token, NOT_FINITE, model="tag", audited=False),
+    Mutant(mutants.published_with_last_token, f"{NOT_FINITE}|{NO_ROW}", model="tag", audited=False),
     Mutant(mutants.padding_reads_strangers, NOT_FINITE, model="tag"),
 ]
 

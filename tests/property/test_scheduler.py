@@ -205,8 +205,8 @@ def retract_the_oldest(original):
 
 
 def keep_pages_at_retraction(original):
-    def start(self, holding):
-        original(self, holding)
+    def start(self, holding, epoch):
+        original(self, holding, epoch)
         if self.num_retractions:
             self.planned_len = self.computed_len = self.known_len - 1
 

@@ -92,7 +92,7 @@ def maker() -> RequestMaker:
     tokenizer = Tokenizer.from_folder(TINY_MOE)
     template = ChatTemplate.from_folder(TINY_MOE, tokenizer)
     limits = Limits(vocab_size=2048, context_len=64)
-    return RequestMaker(tokenizer, template, limits, capture_columns=frozenset())
+    return RequestMaker(tokenizer, template, limits)
 
 
 def raw_of(value: Any) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dovetail.config.capture import ColumnSpec
 from dovetail.config.payload import readout_bytes, sample_score_bytes, score_bytes
 from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.pending import PendingStep
-from dovetail.exec.readback import ColumnSpec, payload_layout
+from dovetail.exec.readback import payload_layout
 from dovetail.sched.plan import FROM_DEVICE, RowStatus, StepPlan
 from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence, SequenceState
@@ -34,7 +35,7 @@ from tests.support.stepper import Output, Stepper
 CONTEXT_LEN = 40
 NOTHING_ASKED = LogprobParams()
 TOKEN_BYTES = [b"ab"[i % 2 : i % 2 + 1] * (i % 3) + b"xyz"[i % 5 : i % 5 + 1] for i in range(32)]
-COLUMNS = {"tokens": ColumnSpec(np.dtype(np.int32), ())}
+COLUMNS = {"tokens": ColumnSpec(np.dtype(np.int32), (), -1)}
 
 
 # -- workloads ------------------------------------------------------------------------------
@@ -247,7 +248,9 @@ class Referee:
         """A plan fits its packet and its payload; each sequence is there once; decodes first."""
         rows, config = plan.rows, self.config
         self._writer.write(plan, self._words)
-        can_wait = sum(readout_bytes(r.end - r.start) for r in plan.readouts) + sum(
+        can_wait = sum(
+            readout_bytes(r.end - r.start, COLUMNS.values()) for r in plan.readouts
+        ) + sum(
             score_bytes(s.count, num_top=s.num_top, num_ids=s.num_ids)
             for s in plan.scores
             if s.is_prompt

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dovetail.config.model import ModelConfig, RopeConfig
+from dovetail.config.capture import column_specs
+from dovetail.config.model import ModelConfig, MoeConfig, RopeConfig
 from dovetail.config.payload import readout_bytes, sample_score_bytes
 from dovetail.config.schema import EngineConfig, PolicyName
 from dovetail.exec.fake import FakeExecutor
@@ -36,12 +37,13 @@ def plain_config(
     prefix_cache: bool = True,
     policy: PolicyName = "fcfs",
     max_payload_bytes: int | None = None,
+    capture: tuple[str, ...] = (),
+    moe: MoeConfig | None = None,
 ) -> EngineConfig:
     """Return a configuration as ``resolve`` would, of a model that has no weights.
 
     The payload is as small as it may be: one read-out, and a sampled token's scores for each row.
     """
-    least_payload = readout_bytes(context_len) + sample_score_bytes(max_running)
     model = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=VOCAB_SIZE,
@@ -63,8 +65,10 @@ def plain_config(
         dtype="float32",
         eos_token_ids=(EOS_ID,),
         bos_token_id=None,
-        moe=None,
+        moe=moe,
     )
+    columns = column_specs(model, capture).values()
+    least_payload = readout_bytes(context_len, columns) + sample_score_bytes(max_running)
     return EngineConfig(
         model_folder="",
         model=model,
@@ -81,6 +85,7 @@ def plain_config(
         max_payload_bytes=max_payload_bytes or least_payload,
         policy=policy,
         prefix_cache=prefix_cache,
+        capture=capture,
         num_threads=1,
         lanes="inline",
         reasons={},

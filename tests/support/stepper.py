@@ -15,14 +15,17 @@ from dovetail.cache.ledger import KVLedger
 from dovetail.config.schema import EngineConfig
 from dovetail.core.loop import EngineLoop
 from dovetail.core.mailbox import Inbox, News, Outbox
+from dovetail.core.prompts import Capture, capture_of
 from dovetail.exec.pending import StepExecutor
 from dovetail.sched.plan import StepPlan
 from dovetail.sched.scheduler import Scheduler
+from dovetail.wire.capture import CapturedRows, CaptureSpan
 from dovetail.wire.control import Abort, AbortGroup, Admit
 from dovetail.wire.request import LogprobParams, Request, SamplingParams
 from dovetail.wire.result import FinishReason, Scores, TokenEvent, Usage
 from dovetail.wire.validate import (
     Limits,
+    validated_capture,
     validated_logprobs,
     validated_prompt,
     validated_sampling,
@@ -40,9 +43,22 @@ class Output:
     finish: FinishReason | None = None
     usage: Usage | None = None
     captured: dict[str, np.ndarray] = field(default_factory=dict)
+    spans: dict[str, tuple[CaptureSpan, ...]] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
     scores: list[Scores] = field(default_factory=list)
     prompt_scores: Scores | None = None
     num_events: int = 0
+
+    def add_captured(self, columns: dict[str, CapturedRows]) -> None:
+        """Append rows, which must go on where the last ones ended."""
+        for name, part in columns.items():
+            rows = part.rows.unpack()
+            before = self.captured.get(name, rows[:0])
+            if name in self.starts:
+                assert part.start == self.starts[name] + len(before), "a gap, or rows twice"
+            self.starts.setdefault(name, part.start)
+            self.captured[name] = np.concatenate([before, rows])
+            self.spans[name] = part.spans
 
     @property
     def top(self) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
@@ -93,7 +109,7 @@ class Stepper:
         self,
         prompt_token_ids: Sequence[int],
         *,
-        capture: Sequence[str] = (),
+        capture: Capture = (),
         logprobs: LogprobParams | None = None,
         group: str | None = None,
         priority: int = 0,
@@ -104,7 +120,9 @@ class Stepper:
         ``outputs`` has its first generation, ``samples`` all ``n`` of them.
         """
         limits = Limits(
-            vocab_size=self.config.model.vocab_size, context_len=self.config.context_len
+            vocab_size=self.config.model.vocab_size,
+            context_len=self.config.context_len,
+            columns=tuple(self.config.columns),
         )
         prompt = validated_prompt(prompt_token_ids, limits)
         request_id = len(self.outputs)
@@ -132,7 +150,7 @@ class Stepper:
                 assert output.prompt_scores is None
                 output.prompt_scores = event.prompt_scores
             if event.captured:
-                output.captured = {k: v.unpack() for k, v in event.captured.items()}
+                output.add_captured(event.captured)
 
         self.outbox.open(request_id, deliver, num_samples=params.n)
         self.inbox.put(
@@ -147,7 +165,9 @@ class Stepper:
                     ),
                     group=group,
                     priority=priority,
-                    capture=tuple(capture),
+                    capture=validated_capture(
+                        capture_of(capture), prompt_len=len(prompt), limits=limits
+                    ),
                 )
             )
         )

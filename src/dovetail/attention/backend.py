@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dovetail.capture.rows import ExpertRecorder
+
 
 class StepAttention(Protocol):
     """Attention of one step: rows, lengths and page tables are already bound."""
@@ -35,9 +37,11 @@ class ForwardContext:
         kv_slots: int64 [T], flat index ``page * page_size + offset`` under which
             per-token state of each token is stored.
         attention: see ``StepAttention``.
+        recorder: takes down the experts of the tokens; None in an engine that captures none.
     """
 
     token_ids: Tensor
     positions: Tensor
     kv_slots: Tensor
     attention: StepAttention
+    recorder: ExpertRecorder | None = None

@@ -72,7 +72,7 @@ def model_facts(config: EngineConfig) -> dict[str, Any]:
             num_expert_params // moe.num_experts * (moe.num_experts - moe.num_experts_per_tok)
         )
     pool_tokens = config.num_pages * config.page_size
-    kv_token_bytes = kv_page_bytes(model, dtype=config.dtype, page_size=1)
+    kv_token_bytes = kv_page_bytes(model, dtype=config.dtype, page_size=1, capture=config.capture)
     return {
         "architecture": model.architecture,
         "num_layers": model.num_layers,

@@ -66,9 +66,22 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--no-prefix-cache", dest="prefix_cache", default=_UNSET, action="store_false",
         help="do not share computed prefixes between requests",
     )  # fmt: skip
+    _add_capture_flags(group)
     group.add_argument(
         "--num-threads", default=_UNSET, type=int, metavar="N",
         help="threads inside an operation (default: 1 for a narrow model, else one a core)",
+    )  # fmt: skip
+
+
+def _add_capture_flags(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--enable-return-routed-experts", dest="capture", default=_UNSET, action="append_const",
+        const="experts", help="the same as --capture experts",
+    )  # fmt: skip
+    group.add_argument(
+        "--capture", default=_UNSET, action="extend", type=_names, metavar="COLUMN[,COLUMN]",
+        help="keep per-token columns for requests to ask for: experts, expert_weights "
+        "(default: none)",
     )  # fmt: skip
 
 
@@ -203,6 +216,10 @@ def positive(text: str) -> int:
 def positive_list(text: str) -> list[int]:
     """Read numbers of at least 1, separated by commas."""
     return [positive(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -8,6 +8,7 @@ import re
 
 import msgspec
 
+from dovetail.config.capture import ColumnSpec, checked_capture, column_specs
 from dovetail.config.hub import locate_model
 from dovetail.config.model import ModelConfig
 from dovetail.config.payload import readout_bytes, sample_score_bytes
@@ -16,6 +17,9 @@ from dovetail.errors import ConfigError
 
 MAX_CHUNK_SIZE = 2**20
 """Buffers hold a whole chunk, whether or not one ever comes."""
+
+MAX_READOUT_BYTES = 2**22
+"""Kept free for read-outs: what a step copies for one request, the others wait for."""
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 _UNITS = {
@@ -41,10 +45,13 @@ def parse_bytes(field: str, value: int | str) -> int:
     return size
 
 
-def kv_page_bytes(model: ModelConfig, *, dtype: DTypeName, page_size: int) -> int:
-    """Return the bytes of one page: keys and values of all layers, and the token sidecar."""
+def kv_page_bytes(
+    model: ModelConfig, *, dtype: DTypeName, page_size: int, capture: tuple[str, ...] = ()
+) -> int:
+    """Return the bytes of one page: keys and values of all layers, and the captured columns."""
     kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * BYTES_PER_ELEMENT[dtype]
-    return page_size * (kv + 4)
+    rows = sum(spec.row_bytes for spec in column_specs(model, capture).values())
+    return page_size * (kv + rows)
 
 
 def resolve(options: EngineOptions) -> EngineConfig:
@@ -60,13 +67,16 @@ def resolve(options: EngineOptions) -> EngineConfig:
     model = ModelConfig.from_folder(folder)
     dtype = _decide_dtype(options, model, reasons)
     context_len = _decide_context_len(options, model, reasons)
-    num_pages = _decide_num_pages(options, model, dtype, context_len, reasons)
+    capture = checked_capture(options.capture, model)
+    page_bytes = kv_page_bytes(model, dtype=dtype, page_size=options.page_size, capture=capture)
+    num_pages = _decide_num_pages(options, page_bytes, context_len, reasons)
     depth = 1 if options.depth is None else options.depth
     reasons["depth"] = "default: overlap" if options.depth is None else "given"
     chunk_size = _decide_chunk_size(options, context_len, reasons)
     reasons["max_step_tokens"] = "chunk_size + max_running: a chunk beside a full decode batch"
     for name in (
-        "device", "page_size", "max_running", "max_queued", "policy", "prefix_cache", "lanes",
+        "device", "page_size", "max_running", "max_queued", "policy", "prefix_cache", "capture",
+        "lanes",
     ):  # fmt: skip
         reasons[name] = _given(options, name)
     return EngineConfig(
@@ -82,9 +92,12 @@ def resolve(options: EngineOptions) -> EngineConfig:
         max_queued=options.max_queued,
         chunk_size=chunk_size,
         max_step_tokens=chunk_size + options.max_running,
-        max_payload_bytes=_decide_payload_bytes(options, context_len, reasons),
+        max_payload_bytes=_decide_payload_bytes(
+            options, context_len, column_specs(model, capture), reasons
+        ),
         policy=options.policy,
         prefix_cache=options.prefix_cache,
+        capture=capture,
         num_threads=_decide_num_threads(options, model, reasons),
         lanes=options.lanes,
         reasons=reasons,
@@ -194,11 +207,18 @@ def _decide_chunk_size(options: EngineOptions, context_len: int, reasons: dict[s
     return context_len
 
 
-def _decide_payload_bytes(options: EngineOptions, context_len: int, reasons: dict[str, str]) -> int:
+def _decide_payload_bytes(
+    options: EngineOptions,
+    context_len: int,
+    columns: dict[str, ColumnSpec],
+    reasons: dict[str, str],
+) -> int:
     reasons["max_payload_bytes"] = (
-        "4 MiB of prompt logprobs, the read-out of a context, and top logprobs for max_running rows"
+        "4 MiB of prompt logprobs, 4 MiB of read-outs or less where a context is less (longer ones "
+        "leave in pieces), and top logprobs for max_running rows"
     )
-    return 2**22 + readout_bytes(context_len) + sample_score_bytes(options.max_running)
+    readouts = min(readout_bytes(context_len, columns.values()), MAX_READOUT_BYTES)
+    return 2**22 + readouts + sample_score_bytes(options.max_running)
 
 
 def _decide_num_threads(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> int:
@@ -215,13 +235,8 @@ def _decide_num_threads(options: EngineOptions, model: ModelConfig, reasons: dic
 
 
 def _decide_num_pages(
-    options: EngineOptions,
-    model: ModelConfig,
-    dtype: DTypeName,
-    context_len: int,
-    reasons: dict[str, str],
+    options: EngineOptions, page_bytes: int, context_len: int, reasons: dict[str, str]
 ) -> int:
-    page_bytes = kv_page_bytes(model, dtype=dtype, page_size=options.page_size)
     if options.num_pages is not None:
         num_pages, field = options.num_pages, "num_pages"
         reasons["num_pages"] = "given"

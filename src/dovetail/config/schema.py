@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from dovetail.config.capture import ColumnSpec, column_specs
 from dovetail.config.model import ModelConfig
 
 PolicyName = Literal["fcfs", "priority", "longest-prefix"]
@@ -36,6 +37,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         policy: who of the waiting starts first: ``fcfs`` (first come, first served),
             ``priority`` (higher first), ``longest-prefix`` (most of its prompt cached first).
         prefix_cache: share computed prefixes between requests.
+        capture: per-token columns that are kept beside the KV, for requests to ask for: ``experts``
+            (the experts that each MoE layer chose) and ``expert_weights`` (their weights).
         num_threads: intra-op threads of the forward; None decides by the model's width.
         lanes: ``inline`` runs device work at submission, ``threaded`` on a thread a lane.
     """
@@ -53,6 +56,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chunk_size: int = 512
     policy: PolicyName = "fcfs"
     prefix_cache: bool = True
+    capture: tuple[str, ...] = ()
     num_threads: int | None = None
     lanes: Literal["inline", "threaded"] = "inline"
 
@@ -88,6 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_payload_bytes: int
     policy: PolicyName
     prefix_cache: bool
+    capture: tuple[str, ...]
     num_threads: int
     lanes: str
     reasons: dict[str, str]
@@ -96,6 +101,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def max_pages_per_sequence(self) -> int:
         """Length of one page table: pages that hold a whole context."""
         return -(-self.context_len // self.page_size)
+
+    @property
+    def columns(self) -> dict[str, ColumnSpec]:
+        """The per-token columns there are, ``tokens`` first."""
+        return column_specs(self.model, self.capture)
 
     @property
     def max_open(self) -> int:

@@ -23,8 +23,6 @@ from dovetail.wire.request import Request
 from dovetail.wire.status import EngineStats, Health
 from dovetail.wire.validate import Limits, validated_label
 
-CAPTURE_COLUMNS = frozenset({"tokens"})
-
 
 class EngineClient:
     """Requests and answers over an ``EnginePort``. Thread-safe; any number of event loops.
@@ -47,8 +45,11 @@ class EngineClient:
         self.requests = RequestMaker(
             self.tokenizer,
             ChatTemplate.from_folder(folder, self.tokenizer),
-            Limits(vocab_size=self.config.model.vocab_size, context_len=self.config.context_len),
-            capture_columns=CAPTURE_COLUMNS,
+            Limits(
+                vocab_size=self.config.model.vocab_size,
+                context_len=self.config.context_len,
+                columns=tuple(self.config.columns),
+            ),
         )
         self._newsstands: dict[asyncio.AbstractEventLoop, Newsstand] = {}
 
@@ -84,9 +85,7 @@ class EngineClient:
 
     def decoder(self, request: Request) -> RequestDecoder:
         """Return what makes text of the request's events."""
-        return RequestDecoder(
-            request, self.tokenizer, eos_token_ids=self.config.model.eos_token_ids
-        )
+        return RequestDecoder(request, self.tokenizer, self.config.model)
 
     def abort(self, request_id: int) -> None:
         """End a request early; it gets its last event with reason ``abort``.

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 
 from dovetail.core.mailbox import News
 from dovetail.errors import EngineError
+from dovetail.wire.capture import CapturedRows
 from dovetail.wire.result import Scores, TokenEvent
+from dovetail.wire.tensor import TensorEnvelope
 
 
 class Backlog:
@@ -21,6 +23,7 @@ class Backlog:
         self._first = self._last = first
         self._columns: tuple[list[int], list[float], list[int]] | None = None
         self._scores: list[Scores] = [] if first.scores is None else [first.scores]
+        self._captured = [] if first.captured is None else [first.captured]
 
     def add(self, event: TokenEvent) -> None:
         """Append the generation's next event."""
@@ -33,6 +36,8 @@ class Backlog:
         epochs += event.epochs
         if event.scores is not None:
             self._scores.append(event.scores)
+        if event.captured is not None:
+            self._captured.append(event.captured)
         self._last = event
 
     def join(self) -> TokenEvent:
@@ -50,7 +55,7 @@ class Backlog:
             prompt_scores=self._first.prompt_scores,
             finish=self._last.finish,
             usage=self._last.usage,
-            captured=self._last.captured,
+            captured=_joined_rows(self._captured),
         )
 
 
@@ -62,7 +67,22 @@ def _joined(parts: list[Scores]) -> Scores | None:
         top_ids=tuple(row for part in parts for row in part.top_ids),
         top_logprobs=tuple(row for part in parts for row in part.top_logprobs),
         id_logprobs=tuple(row for part in parts for row in part.id_logprobs),
+        masks=tuple(row for part in parts for row in part.masks),
+        mask_logprobs=tuple(x for part in parts for x in part.mask_logprobs),
     )
+
+
+def _joined_rows(parts: list[dict[str, CapturedRows]]) -> dict[str, CapturedRows] | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return {
+        name: CapturedRows(
+            start=parts[0][name].start,
+            rows=TensorEnvelope.join([part[name].rows for part in parts]),
+            spans=parts[-1][name].spans,
+        )
+        for name in parts[0]
+    }
 
 
 class Cursor:

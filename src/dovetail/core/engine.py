@@ -13,7 +13,7 @@ from dovetail.core.generation import Generation, StreamEvent, collect
 from dovetail.core.local import LocalEngine
 from dovetail.core.mailbox import News
 from dovetail.core.port import Progress
-from dovetail.core.prompts import Prompt
+from dovetail.core.prompts import Capture, Prompt
 from dovetail.errors import EngineError
 from dovetail.exec.device import Device
 from dovetail.text.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ class Engine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         logprobs: LogprobParams | None = None,
-        capture: Sequence[str] = (),
+        capture: Capture = (),
         group: str | None = None,
         priority: int = 0,
         on_finish: Callable[[int, list[Generation]], None] | None = None,
@@ -76,8 +76,9 @@ class Engine:
             prompts: text, token ids or chat messages; or a list of such prompts.
             sampling_params: for all prompts, or one a prompt.
             logprobs: what to report beside the chosen tokens' logprobs.
-            capture: per-token columns to return; ``tokens`` is the input token at each
-                forwarded position as the device stored it.
+            capture: per-token columns to return, of those that the engine captures: ``experts``,
+                ``expert_weights``, and always ``tokens``, the input token at each forwarded
+                position as the device stored it. For more than names see ``CaptureParams``.
             group: a label for ``abort_group``.
             priority: under the ``priority`` policy, higher goes first.
             on_finish: called with (prompt index, its generations) as each prompt ends.
@@ -139,7 +140,7 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         *,
         logprobs: LogprobParams | None = None,
-        capture: Sequence[str] = (),
+        capture: Capture = (),
         group: str | None = None,
         priority: int = 0,
     ) -> list[Generation]:
@@ -162,7 +163,7 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         *,
         logprobs: LogprobParams | None = None,
-        capture: Sequence[str] = (),
+        capture: Capture = (),
         group: str | None = None,
         priority: int = 0,
     ) -> Iterator[StreamEvent]:
@@ -205,7 +206,7 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         *,
         logprobs: LogprobParams | None = None,
-        capture: Sequence[str] = (),
+        capture: Capture = (),
         group: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[StreamEvent]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.config.model import ModelConfig
+from dovetail.replay.records import RouteTrace
 from dovetail.text.stream import Detokenizer
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.request import Request
@@ -30,7 +32,9 @@ class StreamEvent:
         scores: for a request that asks, one entry per new token.
         prompt_scores: for a request that asks, in its first event.
         finish_reason, usage: set in the generation's last event only.
-        captured: set in the last event only; see ``Generation``.
+        captured: column name -> rows that have become known; in the last event only, unless the
+            request has a ``CaptureParams.interval``.
+        routes: set in the last event only; see ``Generation``.
     """
 
     request_id: int
@@ -44,6 +48,7 @@ class StreamEvent:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     captured: Captured = field(default_factory=dict[str, NDArray[np.generic]])
+    routes: RouteTrace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,9 @@ class Generation:
             request's ``LogprobParams`` name.
         top_logprobs: for each token, if asked for, the likeliest (id, logprob).
         id_logprobs: for each token, if asked for, logprobs of ``token_ids_logprob``.
+        sampling_mask: for each token, if asked for, the ids that its draw could have drawn,
+            ascending; none for a draw that truncation cut nothing off.
+        mask_logprobs: of each token among those.
         prompt_logprobs: of the prompt from ``logprob_start_len`` on, None for position 0;
             empty if not asked for.
         prompt_top_logprobs, prompt_id_logprobs: the same for prompt positions, from
@@ -67,8 +75,10 @@ class Generation:
         weight_versions: weights version of the forward that sampled each token.
         seed: the seed that was used; give it back to draw the same tokens again.
         usage: token counts.
-        captured: column name -> array over the forwarded positions, first axis
-            ``prompt + output - 1``.
+        captured: column name -> array over the forwarded positions from the request's
+            ``start_len`` on: prompt and output but the last token, which was no input; all of the
+            prompt if nothing was generated.
+        routes: the experts of those positions, if ``experts`` was captured.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -86,19 +96,26 @@ class Generation:
     seed: int
     usage: Usage
     captured: Captured
+    routes: RouteTrace | None = None
+    sampling_mask: tuple[tuple[int, ...], ...] = ()
+    mask_logprobs: tuple[float, ...] = ()
+
+    @property
+    def captured_bytes(self) -> int:
+        """Bytes of the captured columns."""
+        return sum(rows.nbytes for rows in self.captured.values())
 
 
 class RequestDecoder:
     """Turns the token events of one request into stream events and, in the end, generations."""
 
-    def __init__(
-        self, request: Request, tokenizer: Tokenizer, *, eos_token_ids: tuple[int, ...]
-    ) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, model: ModelConfig) -> None:
         self._request = request
         self._detokenizers = [
-            Detokenizer(tokenizer, request.sampling, eos_token_ids=eos_token_ids)
+            Detokenizer(tokenizer, request.sampling, eos_token_ids=model.eos_token_ids)
             for _ in range(request.sampling.n)
         ]
+        self._routes = [_Routes(request, model) for _ in range(request.sampling.n)]
         self._num_open = request.sampling.n
 
     @property
@@ -125,7 +142,42 @@ class RequestDecoder:
             prompt_scores=event.prompt_scores,
             finish_reason=event.finish,
             usage=event.usage,
-            captured={name: envelope.unpack() for name, envelope in captured.items()},
+            captured={name: part.rows.unpack() for name, part in captured.items()},
+            routes=self._routes[event.sample_index].add(event),
+        )
+
+
+class _Routes:
+    """The expert rows of one generation, as they come."""
+
+    def __init__(self, request: Request, model: ModelConfig) -> None:
+        self._start, self._moe = request.capture.start_len, model.moe
+        self._is_asked = "experts" in request.capture.columns
+        self._token_ids = list(request.prompt_token_ids) if self._is_asked else []
+        self._parts: list[NDArray[np.generic]] = []
+
+    def add(self, event: TokenEvent) -> RouteTrace | None:
+        """Take what an event brings; return all rows if it is the last one and has rows.
+
+        The last event of a generation with a missing row has none.
+        """
+        if not self._is_asked:
+            return None
+        self._token_ids += event.token_ids
+        if event.captured is None:
+            return None
+        last = event.captured["experts"]
+        self._parts.append(last.rows.unpack())
+        if event.finish is None:
+            return None
+        assert self._moe is not None
+        return RouteTrace.of_tokens(
+            np.concatenate(self._parts),
+            self._token_ids,
+            layer_ids=self._moe.layer_ids,
+            num_experts=self._moe.num_experts,
+            start=self._start,
+            spans=last.spans,
         )
 
 
@@ -158,8 +210,17 @@ def _generation(request: Request, parts: list[StreamEvent]) -> Generation:
         weight_versions=tuple(value for part in parts for value in part.weight_versions),
         seed=request.seed,
         usage=last.usage,
-        captured=last.captured,
+        captured=_joined([part.captured for part in parts if part.captured]),
+        routes=last.routes,
+        sampling_mask=tuple(row for part in scores for row in part.masks),
+        mask_logprobs=tuple(value for part in scores for value in part.mask_logprobs),
     )
+
+
+def _joined(parts: list[Captured]) -> Captured:
+    if len(parts) < 2:
+        return parts[0] if parts else {}
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def top_pairs(scores: Scores) -> tuple[tuple[tuple[int, float], ...], ...]:

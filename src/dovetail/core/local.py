@@ -21,7 +21,8 @@ from dovetail.dist.comm import LocalComm
 from dovetail.errors import EngineError
 from dovetail.exec.device import CpuDevice, Device, ThreadedCpuDevice
 from dovetail.exec.executor import Executor
-from dovetail.models.registry import build_model
+from dovetail.exec.selftest import check_capture_works
+from dovetail.models.registry import build_model, check_capture
 from dovetail.sched.scheduler import Scheduler
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.weights.load import load_weights
@@ -143,6 +144,7 @@ def _build_executor(
 ) -> Executor:
     if device is None:
         device = ThreadedCpuDevice() if config.lanes == "threaded" else CpuDevice()
+    check_capture(config.model, config.capture)
     comm = LocalComm()
     model = build_model(
         config.model,
@@ -151,4 +153,11 @@ def _build_executor(
         comm=comm,
     )
     load_weights(model, Path(config.model_folder), comm=comm, on_progress=on_progress)
-    return Executor(config, model, device)
+    executor = Executor(config, model, device)
+    if config.capture:
+        try:
+            check_capture_works(executor, config)
+        except BaseException:
+            executor.close()
+            raise
+    return executor

@@ -13,9 +13,16 @@ from typing import Any
 from dovetail.errors import RequestError
 from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
-from dovetail.wire.request import GenerateBody, LogprobParams, Request, SamplingParams
+from dovetail.wire.request import (
+    CaptureParams,
+    GenerateBody,
+    LogprobParams,
+    Request,
+    SamplingParams,
+)
 from dovetail.wire.validate import (
     Limits,
+    validated_capture,
     validated_label,
     validated_logprobs,
     validated_prompt,
@@ -24,6 +31,18 @@ from dovetail.wire.validate import (
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages with role and content."""
+
+Capture = CaptureParams | Sequence[str]
+"""What to capture: names of columns, or those and more."""
+
+
+def capture_of(capture: Capture) -> CaptureParams:
+    """Return what a user names as parameters; not validated."""
+    if isinstance(capture, CaptureParams):
+        return capture
+    if isinstance(capture, str) or not hasattr(capture, "__iter__"):
+        raise RequestError("capture", f"is {capture!r}; give a list of column names")
+    return CaptureParams(columns=tuple(capture))
 
 
 def prompt_of(body: GenerateBody) -> Prompt:
@@ -45,9 +64,10 @@ def prompt_of(body: GenerateBody) -> Prompt:
 
 def logprobs_of(body: GenerateBody) -> LogprobParams | None:
     """Return what a request body asks to be told beside text and ids; None is no logprobs."""
-    if not body.return_logprob:
+    if not (body.return_logprob or body.return_sampling_mask):
         return None
     return LogprobParams(
+        sampling_mask=body.return_sampling_mask,
         kind=body.logprob_kind,
         logprob_start_len=body.logprob_start_len,
         top_logprobs_num=body.top_logprobs_num,
@@ -63,13 +83,10 @@ class RequestMaker:
         tokenizer: Tokenizer,
         chat_template: ChatTemplate | None,
         limits: Limits,
-        *,
-        capture_columns: frozenset[str],
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._limits = limits
-        self._capture_columns = capture_columns
         self._ids: Iterator[int] = itertools.count(1)
 
     def make(
@@ -78,7 +95,7 @@ class RequestMaker:
         sampling_params: SamplingParams | None,
         *,
         logprobs: LogprobParams | None = None,
-        capture: Sequence[str] = (),
+        capture: Capture = (),
         group: str | None = None,
         priority: int = 0,
         label: str | None = None,
@@ -95,12 +112,6 @@ class RequestMaker:
             prompt_len=len(prompt_token_ids),
             limits=self._limits,
         )
-        for name in capture:
-            if name not in self._capture_columns:
-                known = ", ".join(sorted(self._capture_columns))
-                raise RequestError(
-                    "capture", f"{name!r} is no column of this engine; it has {known}"
-                )
         if type(priority) is not int or not -(2**31) <= priority < 2**31:
             raise RequestError("priority", f"is {priority!r}; give an integer of 32 bits")
         seed = sampling.sampling_seed
@@ -117,7 +128,9 @@ class RequestMaker:
             ),
             group=validated_label("group", group),
             priority=priority,
-            capture=tuple(dict.fromkeys(capture)),
+            capture=validated_capture(
+                capture_of(capture), prompt_len=len(prompt_token_ids), limits=self._limits
+            ),
             label=validated_label("rid", label),
         )
 
@@ -127,7 +140,7 @@ class RequestMaker:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         logprobs: LogprobParams | None = None,
-        capture: Sequence[str] = (),
+        capture: Capture = (),
         group: str | None = None,
         priority: int = 0,
     ) -> list[Request]:

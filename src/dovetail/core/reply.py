@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from dovetail.core.generation import Generation, StreamEvent, top_pairs
+from dovetail.core.routes import RoutesAsked, routes_reply
 from dovetail.wire.request import LogprobParams, Request
 from dovetail.wire.result import FinishReason
 
@@ -26,14 +27,16 @@ def generate_reply(
     label: str,
     logprobs: LogprobParams | None,
     text_of: TextOf | None = None,
+    routes: RoutesAsked | None = None,
 ) -> dict[str, Any]:
-    """Return the reply as plain JSON-able values.
+    """Return the reply as plain JSON-able values, but for rows in our own form, which are bytes.
 
     Args:
         generation: what to report.
         label: the request's id as the client knows it.
         logprobs: what the request asked for; None leaves all logprobs out.
         text_of: fills the third place of the triples; None leaves it null.
+        routes: what the request asked for of captured columns; None leaves them out.
     """
     usage = generation.usage
     meta_info: dict[str, Any] = {
@@ -53,7 +56,7 @@ def generate_reply(
             generation.logprobs,
             generation.top_logprobs,
             generation.id_logprobs,
-        )
+        ) | table.masks(generation.sampling_mask, generation.mask_logprobs)
         if logprobs.logprob_start_len >= 0:
             meta_info |= table.input(
                 generation.prompt_token_ids,
@@ -61,6 +64,13 @@ def generate_reply(
                 generation.prompt_top_logprobs,
                 generation.prompt_id_logprobs,
             )
+    meta_info |= routes_reply(
+        routes,
+        generation.captured,
+        generation.routes,
+        start=routes.start_len if routes else 0,
+        total_len=len(generation.prompt_token_ids) + len(generation.token_ids),
+    )
     return {
         "text": generation.text,
         "output_ids": list(generation.token_ids),
@@ -77,7 +87,8 @@ class GrowingReply:
 
     Args:
         request: the request; it may have other generations.
-        label, logprobs, text_of: as for ``generate_reply``.
+        label, logprobs, text_of, routes: as for ``generate_reply``. Rows are not repeated: an event
+            has those that are new in it.
     """
 
     def __init__(
@@ -87,7 +98,10 @@ class GrowingReply:
         label: str,
         logprobs: LogprobParams | None,
         text_of: TextOf | None = None,
+        routes: RoutesAsked | None = None,
     ) -> None:
+        self._routes = routes
+        self._num_rows = 0
         self._request = request
         self._label = label
         self._logprobs = logprobs
@@ -111,6 +125,7 @@ class GrowingReply:
             "text": msgspec.Raw(b'"' + self._text + b'"'),
             "output_ids": _array(self._output_ids),
             "meta_info": self._meta_info(event)
+            | self._new_rows(event)
             | {name: _array(column) for name, column in self._columns.items()},
         }
 
@@ -121,6 +136,9 @@ class GrowingReply:
             event.logprobs,
             top_pairs(scores) if scores else (),
             scores.id_logprobs if scores else (),
+        ) | table.masks(
+            scores.masks if scores else (),
+            scores.mask_logprobs if scores else (),
         )
         start = table.asked.logprob_start_len
         if start >= 0 and "input_token_logprobs" not in self._columns:
@@ -132,6 +150,17 @@ class GrowingReply:
             )
         for name, rows in columns.items():
             _extend(self._columns.setdefault(name, bytearray()), rows)
+
+    def _new_rows(self, event: StreamEvent) -> dict[str, Any]:
+        start = self._request.capture.start_len + self._num_rows
+        self._num_rows += len(next(iter(event.captured.values()), ()))
+        return routes_reply(
+            self._routes,
+            event.captured,
+            event.routes,
+            start=start,
+            total_len=len(self._request.prompt_token_ids) + self._num_tokens,
+        )
 
     def _meta_info(self, event: StreamEvent) -> dict[str, Any]:
         meta_info: dict[str, Any] = {
@@ -181,6 +210,17 @@ class _Table:
     ) -> dict[str, list[Any]]:
         """Return the columns of generated tokens."""
         return self._columns("output", token_ids, logprobs, top, of_ids, ())
+
+    def masks(
+        self, masks: Iterable[Iterable[int]], logprobs: Iterable[float]
+    ) -> dict[str, list[Any]]:
+        """Return what each draw could have drawn, and the drawn token's logprob among it."""
+        if not self.asked.sampling_mask:
+            return {}
+        return {
+            "output_token_sampling_mask": [list(ids) for ids in masks],
+            "output_token_sampling_logprobs": list(logprobs),
+        }
 
     def input(
         self,

@@ -33,7 +33,7 @@ class Executor:
         self._config = config
         self._device = device
         self._runner = StepRunner(config, model, device)
-        self._columns = self._runner.columns
+        self._columns = config.columns
         self._schema = packet_schema(config)
         self._writer = PacketWriter(self._schema)
         ring = partial(BlockRing, device, num_blocks=config.depth + 2)

@@ -7,12 +7,13 @@ its columns. Changed on the compute lane only.
 Shape legend: L layers, C cache slots, K KV heads, D head dim.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from dovetail.capture.sidecar import Sidecar
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.device import Device
-
-TOKEN_POISON = -1
 
 
 class KVStore:
@@ -20,8 +21,8 @@ class KVStore:
 
     Attributes:
         k_LCKD, v_LCKD: the pools, in the model's dtype.
-        sidecars: name -> [C, ...]; ``tokens`` (int32, the input token at each cached
-            position) always exists.
+        sidecars: column -> its rows; ``tokens`` (int32, the input token at each cached position)
+            always exists.
     """
 
     def __init__(self, config: EngineConfig, device: Device) -> None:
@@ -32,8 +33,18 @@ class KVStore:
         self.k_LCKD = torch.zeros(shape, dtype=dtype, device=device.torch_device)
         self.v_LCKD = torch.zeros(shape, dtype=dtype, device=device.torch_device)
         self.sidecars = {
-            "tokens": torch.full(
-                (num_slots,), TOKEN_POISON, dtype=torch.int32, device=device.torch_device
-            )
+            name: Sidecar(spec, num_slots, device=device.torch_device)
+            for name, spec in config.columns.items()
         }
-        device.register_state(self.k_LCKD, self.v_LCKD, *self.sidecars.values())
+        self._page_size = config.page_size
+        rows = (sidecar.rows for sidecar in self.sidecars.values())
+        device.register_state(self.k_LCKD, self.v_LCKD, *rows)
+
+    def poison(self, pages: NDArray[np.integer]) -> None:
+        """Forget the side data of pages from the free list; what they hold is a stranger's.
+
+        Keys and values need no such care: nobody reads past what he wrote himself.
+        """
+        slots = (pages[:, None] * np.int64(self._page_size) + np.arange(self._page_size)).ravel()
+        for sidecar in self.sidecars.values():
+            sidecar.poison(slots)

@@ -20,7 +20,7 @@ Words = NDArray[np.int32]
 SCALARS = ("num_rows", "num_tokens", "rows_unchanged")
 _ALIGN_WORDS = 4
 _ROW_FIELDS = ("slot", "generation", "start", "width", "bound", "samples")
-_PAGE_FIELDS = ("group", "slot", "index", "page")
+_PAGE_FIELDS = ("group", "slot", "index", "page", "is_fresh")
 _SLOT_FIELDS = tuple(field.name for field in dataclasses.fields(SlotWrites) if field.name != "seed")
 _TOKEN_FIELDS = tuple(field.name for field in dataclasses.fields(TokenWrites))
 _NO_WORDS = np.zeros(0, dtype=np.int32)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.config.payload import PAYLOAD_ALIGN
+from dovetail.config.capture import ColumnSpec
+from dovetail.config.payload import MASK_HEAD_WORDS, PAYLOAD_ALIGN
 from dovetail.sched.plan import Readout, Score, StepPlan, StepResult, TokenScores
 
 RESULT_WORDS = 3
@@ -17,18 +18,8 @@ RESULT_WORDS = 3
 
 Bytes = NDArray[np.uint8]
 
-
-@dataclass(frozen=True, slots=True)
-class ColumnSpec:
-    """One sidecar as it is read back: what a token takes.
-
-    Attributes:
-        dtype: of an element.
-        shape: of a token's value.
-    """
-
-    dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
+KV_SLOTS = ColumnSpec(np.dtype(np.int64), (), -1)
+"""What a snapshot holds beside its columns: where each token's state is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +43,17 @@ class PayloadSlice:
 
 @dataclass(frozen=True, slots=True)
 class ScoreSlices:
-    """Where the four arrays of one ``Score`` lie; see ``TokenScores``."""
+    """Where the arrays of one ``Score`` lie; see ``TokenScores``.
+
+    ``mask`` holds the number of ids, the logprob's bits, and room for the ids.
+    """
 
     score: Score
     logprobs: PayloadSlice
     top_ids: PayloadSlice
     top_logprobs: PayloadSlice
     id_logprobs: PayloadSlice
+    mask: PayloadSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +63,13 @@ class PayloadLayout:
     Attributes:
         readouts: per read-out, column name -> slice.
         scores: per score.
+        snapshot: column name -> slice, with ``kv_slots``; empty if the plan asks for none.
         num_bytes: all together; 0 if the plan asks for nothing.
     """
 
     readouts: tuple[tuple[Readout, dict[str, PayloadSlice]], ...]
     scores: tuple[ScoreSlices, ...]
+    snapshot: dict[str, PayloadSlice]
     num_bytes: int
 
 
@@ -86,9 +83,8 @@ def payload_layout(plan: StepPlan, columns: dict[str, ColumnSpec]) -> PayloadLay
         end += -(-item.num_bytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
         return item
 
-    def place_column(readout: Readout, column: str) -> PayloadSlice:
-        spec = columns[column]
-        return place(spec.dtype, readout.end - readout.start, *spec.shape)
+    def place_rows(spec: ColumnSpec, num_rows: int) -> PayloadSlice:
+        return place(spec.dtype, num_rows, *spec.shape)
 
     def place_score(score: Score) -> ScoreSlices:
         return ScoreSlices(
@@ -97,14 +93,27 @@ def payload_layout(plan: StepPlan, columns: dict[str, ColumnSpec]) -> PayloadLay
             top_ids=place(np.dtype(np.int32), score.count, score.num_top),
             top_logprobs=place(np.dtype(np.float32), score.count, score.num_top),
             id_logprobs=place(np.dtype(np.float32), score.count, score.num_ids),
+            mask=place(np.dtype(np.int32), MASK_HEAD_WORDS + score.max_mask)
+            if score.max_mask
+            else place(np.dtype(np.int32), 0),
         )
 
     readouts = tuple(
-        (readout, {column: place_column(readout, column) for column in readout.columns})
+        (
+            readout,
+            {
+                column: place_rows(columns[column], readout.end - readout.start)
+                for column in readout.columns
+            },
+        )
         for readout in plan.readouts
     )
     scores = tuple(place_score(score) for score in plan.scores)
-    return PayloadLayout(readouts, scores, end)
+    leaving = {column: columns[column] for column in plan.snapshot}
+    if leaving:
+        leaving["kv_slots"] = KV_SLOTS
+    snapshot = {column: place_rows(spec, plan.num_tokens) for column, spec in leaving.items()}
+    return PayloadLayout(readouts, scores, snapshot, end)
 
 
 def read_result(
@@ -131,13 +140,18 @@ def read_result(
             {column: item.view(block).copy() for column, item in slices.items()}
             for _, slices in layout.readouts
         ),
+        snapshot={column: item.view(block).copy() for column, item in layout.snapshot.items()},
     )
 
 
 def _read_scores(slices: ScoreSlices, block: Bytes) -> TokenScores:
+    mask = slices.mask.view(block).astype(np.int32)
+    num_ids = int(mask[0]) if len(mask) else 0
     return TokenScores(
         logprobs=slices.logprobs.view(block).astype(np.float32),
         top_ids=slices.top_ids.view(block).astype(np.int32),
         top_logprobs=slices.top_logprobs.view(block).astype(np.float32),
         id_logprobs=slices.id_logprobs.view(block).astype(np.float32),
+        mask_ids=mask[MASK_HEAD_WORDS : MASK_HEAD_WORDS + num_ids],
+        mask_logprobs=mask[1:MASK_HEAD_WORDS].view(np.float32),
     )

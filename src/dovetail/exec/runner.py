@@ -15,6 +15,8 @@ from torch import Tensor
 
 from dovetail.attention.backend import ForwardContext
 from dovetail.attention.paged import PagedAttention
+from dovetail.capture.rows import StepRows
+from dovetail.config.payload import MASK_HEAD_WORDS
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.batch import DeviceBatch, StepInputs, check_handles, sequence_slots, unpack
 from dovetail.exec.device import Device
@@ -23,7 +25,6 @@ from dovetail.exec.packet import PacketView
 from dovetail.exec.readback import (
     RESULT_WORDS,
     Bytes,
-    ColumnSpec,
     PayloadLayout,
     ScoreSlices,
 )
@@ -31,6 +32,7 @@ from dovetail.exec.state import DeviceState
 from dovetail.kernels import api
 from dovetail.kernels.scratch import Scratch
 from dovetail.models.causal_lm import CausalLM
+from dovetail.sampling.masks import Support, support_of
 from dovetail.sampling.sampler import History, draw
 from dovetail.sched.plan import LogprobKindId, RowStatus
 
@@ -49,14 +51,12 @@ class StepRunner:
         self._state = DeviceState(config, device)
         self._inputs = StepInputs(config.max_running)
         self._scratch = Scratch()
-
-    @property
-    def columns(self) -> dict[str, ColumnSpec]:
-        """What can be read out."""
-        return {
-            name: ColumnSpec(tensor.numpy().dtype, tuple(tensor.shape[1:]))
-            for name, tensor in self._kv.sidecars.items()
-        }
+        self._rows = StepRows(
+            {name: config.columns[name] for name in config.capture},
+            config.max_step_tokens,
+            device=device.torch_device,
+        )
+        device.register_state(*self._rows.buffers.values())
 
     def read_out(self, layout: PayloadLayout, payload: Bytes) -> None:
         """Gather the columns of the plan's read-outs into the payload block."""
@@ -64,7 +64,7 @@ class StepRunner:
             check_handles([readout.slot], [readout.generation], self._state)
             slots = self._slots_of(readout.slot, readout.end)[readout.start :]
             for column, item in slices.items():
-                item.view(payload)[...] = self._kv.sidecars[column].numpy()[slots]
+                self._kv.sidecars[column].read(slots, item.view(payload))
 
     @torch.inference_mode()
     def run(
@@ -78,7 +78,9 @@ class StepRunner:
         batch = unpack(packet, self._state, self._inputs, page_size=self._config.page_size)
         if packet.num_rows == 0:
             return  # read-outs alone
-        self._kv.sidecars["tokens"][batch.kv_slots_T] = batch.token_ids_T.to(torch.int32)
+        fields = packet.fields
+        self._kv.poison(fields["pages.page"][fields["pages.is_fresh"] == 1])
+        self._rows.begin(len(batch.kv_slots_T))
         hidden_TM = self._model.hidden(
             ForwardContext(
                 token_ids=batch.token_ids_T,
@@ -91,14 +93,38 @@ class StepRunner:
                     dtype=self._kv.k_LCKD.dtype,
                     scratch=self._scratch,
                 ),
+                recorder=self._rows if self._rows.buffers else None,
             )
         )
+        self._keep_rows(batch)
         self._state.kv_len[batch.rows.slot] = batch.end_R
         draws, draw_of_row = self._draw(batch, hidden_TM, result)
         self._mark_spoilt_rows(batch, hidden_TM, result)
         if payload is not None:
+            self._pack_snapshot(batch, layout, payload)
             targets = torch.from_numpy(packet.fields["targets"].astype(np.int64))
-            self._write_scores(batch, hidden_TM, layout, payload, targets, draws, draw_of_row)
+            packed = self._packed(result)
+            self._write_scores(
+                batch, hidden_TM, layout, payload, packed, targets, draws, draw_of_row
+            )
+
+    def _keep_rows(self, batch: DeviceBatch) -> None:
+        """Store what is kept of each token at its cache slot, that of padding at the sink."""
+        slots_T, sidecars = batch.kv_slots_T.numpy(), self._kv.sidecars
+        sidecars["tokens"].write(slots_T, batch.token_ids_T)
+        for column, buffer in self._rows.buffers.items():
+            sidecars[column].write(slots_T, buffer[: len(slots_T)])
+
+    def _pack_snapshot(self, batch: DeviceBatch, layout: PayloadLayout, payload: Bytes) -> None:
+        """Copy the forward's rows into memory of the step: the next one writes over them."""
+        for column, item in layout.snapshot.items():
+            rows = item.view(payload)
+            if column == "kv_slots":
+                rows[...] = batch.kv_slots_T.numpy()[: len(rows)]
+            elif column == "tokens":
+                rows[...] = batch.token_ids_T.numpy()[: len(rows)]
+            else:
+                rows[...] = self._rows.buffers[column].numpy()[: len(rows)]
 
     def _draw(
         self, batch: DeviceBatch, hidden_TM: Tensor, result: NDArray[np.int32]
@@ -151,7 +177,7 @@ class StepRunner:
         self, slots: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> History:
         """Return all tokens so far of some sampling rows, from the token sidecar."""
-        sidecar = self._kv.sidecars["tokens"].numpy()
+        sidecar = self._kv.sidecars["tokens"].rows.numpy()
         prompt_lens = self._state.sampling.columns["prompt_len"][slots]
         tokens = [sidecar[self._slots_of(slot, end)] for slot, end in zip(slots, ends, strict=True)]
         is_output = [
@@ -169,6 +195,7 @@ class StepRunner:
         hidden_TM: Tensor,
         layout: PayloadLayout,
         payload: Bytes,
+        packed: NDArray[np.int32],
         targets: Tensor,
         draws: api.Draws | None,
         draw_of_row: NDArray[np.int64],
@@ -182,6 +209,12 @@ class StepRunner:
                 index = draw_of_row[score.row]
                 logits_1V, total_1 = draws.reported_NV[index, None], draws.log_total_N[index, None]
                 _write_alternatives(slices, payload, 0, logits_1V, total_1, ids_J)
+                if score.max_mask:
+                    is_greedy = self._state.sampling.columns["temperature"][slot] == 0
+                    support = support_of(draws, index, is_greedy=bool(is_greedy))
+                    is_written = _write_mask(slices, payload, support)
+                    if not is_written and packed[2, score.row] == RowStatus.OK:
+                        packed[2, score.row] = RowStatus.LARGE_SUPPORT
                 continue
             first = int(batch.first_token_R[score.row]) + score.first
             self._score_prompt(
@@ -222,6 +255,18 @@ class StepRunner:
 
     def _slots_of(self, slot: int, num_tokens: int) -> NDArray[np.int64]:
         return sequence_slots(self._state, slot, num_tokens, self._config.page_size)
+
+
+def _write_mask(slices: ScoreSlices, payload: Bytes, support: Support) -> bool:
+    """Write the support of a draw; False if it has too many ids."""
+    mask, num_ids = slices.mask.view(payload), len(support.ids_S)
+    if num_ids > slices.score.max_mask:
+        mask[0] = 0
+        return False
+    mask[0] = num_ids
+    mask[1:MASK_HEAD_WORDS] = np.float32(support.logprob).view(np.int32)
+    mask[MASK_HEAD_WORDS : MASK_HEAD_WORDS + num_ids] = support.ids_S.numpy()
+    return True
 
 
 def _write_alternatives(

@@ -12,9 +12,11 @@ token, D head dim, M model dim, E experts, I expert inner dim,
 R rows, C cache slots, S cached tokens of a row, N rows that sample, V vocabulary.
 """
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.kernels.ref import activation, attention, moe, norm, sampling
+from dovetail.kernels.ref import activation, attention, capture, moe, norm, sampling
 from dovetail.kernels.ref import rotary as rotary_ref
 from dovetail.kernels.scratch import Scratch
 
@@ -145,6 +147,50 @@ def write_kv(cache_CKD: Tensor, kv_slots_T: Tensor, x_TKD: Tensor) -> None:
         x_TKD: keys or values, the dtype of the pool.
     """
     attention.write_kv(cache_CKD, kv_slots_T, x_TKD)
+
+
+def fill_rows(rows_C: Tensor, index: NDArray[np.int64] | slice, value: float) -> None:
+    """Set the chosen rows of side data to one value, in place.
+
+    Args:
+        rows_C: [C, ...].
+        index: which rows.
+        value: what every element becomes.
+    """
+    capture.fill_rows(rows_C, index, value)
+
+
+def store_layer(rows_TLK: Tensor, layer: int, values_TK: Tensor) -> None:
+    """Store one layer's part of the first T rows, in place.
+
+    Args:
+        rows_TLK: [T or more, layers, K].
+        layer: which of the layers.
+        values_TK: narrowed to the dtype of the rows; the caller sees to it that they fit.
+    """
+    capture.store_layer(rows_TLK, layer, values_TK)
+
+
+def scatter_rows(rows_C: Tensor, slots_T: NDArray[np.int64], values_T: Tensor) -> None:
+    """Store each token's row at its slot, in place.
+
+    Args:
+        rows_C: [C, ...].
+        slots_T: of real tokens, no slot twice; padding may share one.
+        values_T: [T, ...], the dtype of the rows.
+    """
+    capture.scatter_rows(rows_C, slots_T, values_T)
+
+
+def gather_rows(rows_C: Tensor, slots_S: NDArray[np.int64], out_S: NDArray[np.generic]) -> None:
+    """Copy the rows at these slots to ``out_S``.
+
+    Args:
+        rows_C: [C, ...].
+        slots_S: any slots.
+        out_S: [S, ...], the dtype of the rows.
+    """
+    capture.gather_rows(rows_C, slots_S, out_S)
 
 
 def decode_attention(

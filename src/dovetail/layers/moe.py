@@ -7,6 +7,7 @@ Shape legend: T tokens, K experts per token, E experts, M model dim, I expert in
 
 from torch import Tensor, nn
 
+from dovetail.attention.backend import ForwardContext
 from dovetail.config.model import MoeConfig
 from dovetail.kernels import api as kernels
 from dovetail.layers.linear import ReplicatedLinear
@@ -14,18 +15,24 @@ from dovetail.layers.shard import Placement, Shard
 
 
 class SparseMoe(nn.Module):
-    """Each token goes through its top-k experts. Router as in Qwen3-MoE (arXiv 2505.09388)."""
+    """Each token goes through its top-k experts. Router as in Qwen3-MoE (arXiv 2505.09388).
 
-    def __init__(self, moe: MoeConfig, hidden_size: int, *, at: Placement) -> None:
+    ``moe_layer`` is the layer's number among those with experts.
+    """
+
+    def __init__(self, moe: MoeConfig, hidden_size: int, *, moe_layer: int, at: Placement) -> None:
         super().__init__()
+        self.moe_layer = moe_layer
         self.top_k = moe.num_experts_per_tok
         self.norm_topk_prob = moe.norm_topk_prob
         self.gate = ReplicatedLinear(hidden_size, moe.num_experts, at=at)
         self.experts = Experts(moe, hidden_size, at=at)
 
-    def forward(self, x_TM: Tensor) -> Tensor:
+    def forward(self, ctx: ForwardContext, x_TM: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
         weights_TK, ids_TK = kernels.router_topk(self.gate(x_TM), self.top_k, self.norm_topk_prob)
+        if ctx.recorder is not None:
+            ctx.recorder.record(self.moe_layer, ids_TK, weights_TK)
         return self.experts(x_TM, ids_TK, weights_TK)
 
 

@@ -98,4 +98,4 @@ class DecoderLayer(nn.Module):
         x_TM, residual_TM = self.input_layernorm.add(delta_TM, residual_TM)
         x_TM = self.self_attn(ctx, rotation, x_TM)
         x_TM, residual_TM = self.post_attention_layernorm.add(x_TM, residual_TM)
-        return self.mlp(x_TM), residual_TM
+        return self.mlp(ctx, x_TM), residual_TM

@@ -14,7 +14,8 @@ def build_moe(config: ModelConfig, at: Placement) -> DecoderLM:
 
     def build_mlp(layer_idx: int) -> nn.Module:
         if config.moe is not None and layer_idx in config.moe.layer_ids:
-            return SparseMoe(config.moe, config.hidden_size, at=at)
+            moe_layer = config.moe.layer_ids.index(layer_idx)
+            return SparseMoe(config.moe, config.hidden_size, moe_layer=moe_layer, at=at)
         return Mlp(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, at=at)
 
     return DecoderLM(config, build_mlp, at=at)

@@ -1,5 +1,8 @@
 """Which builder makes which architecture."""
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
 import torch
 
 from dovetail.config.model import ModelConfig
@@ -10,12 +13,21 @@ from dovetail.models.decoder import DecoderLM
 from dovetail.models.dense import build_dense
 from dovetail.models.moe import build_moe
 
-_BUILDERS = {
-    "LlamaForCausalLM": build_dense,
-    "MistralForCausalLM": build_dense,
-    "Qwen2ForCausalLM": build_dense,
-    "Qwen3ForCausalLM": build_dense,
-    "Qwen3MoeForCausalLM": build_moe,
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture is built, and which optional columns its layers write for capture."""
+
+    build: Callable[[ModelConfig, Placement], DecoderLM]
+    columns: frozenset[str] = frozenset()
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": Family(build_dense),
+    "MistralForCausalLM": Family(build_dense),
+    "Qwen2ForCausalLM": Family(build_dense),
+    "Qwen3ForCausalLM": Family(build_dense),
+    "Qwen3MoeForCausalLM": Family(build_moe, frozenset({"experts", "expert_weights"})),
 }
 
 
@@ -27,10 +39,28 @@ def build_model(
     Raises:
         ConfigError: the architecture is unknown, or cannot be divided over the ranks of ``comm``.
     """
-    build = _BUILDERS.get(config.architecture)
-    if build is None:
+    family = _family(config)
+    return family.build(
+        config, Placement(dtype=dtype, device=torch.device(device), comm=comm)
+    ).eval()
+
+
+def check_capture(config: ModelConfig, capture: Iterable[str]) -> None:
+    """Raise ConfigError, naming the flag, if the model's layers do not write these columns."""
+    missing = sorted(set(capture) - _family(config).columns)
+    if missing:
+        raise ConfigError(
+            "capture",
+            f"the layers of {config.architecture} do not record {' and '.join(missing)} yet; leave "
+            "out --capture (--enable-return-routed-experts)",
+        )
+
+
+def _family(config: ModelConfig) -> Family:
+    family = _FAMILIES.get(config.architecture)
+    if family is None:
         raise ConfigError(
             "model",
-            f"the architecture is {config.architecture}; supported are {', '.join(_BUILDERS)}",
+            f"the architecture is {config.architecture}; supported are {', '.join(_FAMILIES)}",
         )
-    return build(config, Placement(dtype=dtype, device=torch.device(device), comm=comm)).eval()
+    return family

@@ -1,10 +1,12 @@
 """Collects the rows of one plan and freezes them into arrays."""
 
 from array import array
+from collections.abc import Collection
 
 import numpy as np
 
-from dovetail.config.payload import readout_bytes, score_bytes
+from dovetail.config.capture import ColumnSpec
+from dovetail.config.payload import readout_bytes, readout_rows, score_bytes
 from dovetail.sched.plan import (
     FROM_DEVICE,
     LogprobKindId,
@@ -18,12 +20,14 @@ from dovetail.sched.plan import (
     TokenWrites,
 )
 from dovetail.sched.sequence import Sequence
+from dovetail.wire.validate import MAX_MASK_IDS
 
 
 class PlanBuilder:
     """A plan being written, within budgets. Used once, by ``Scheduler.plan``.
 
     Args:
+        page_size: tokens of a page.
         max_page_writes: page-table entries that a plan may change.
         max_token_writes: token-table entries that a plan may change.
         max_payload_bytes: bytes that read-outs and prompt scores may take. Scores of sampled
@@ -31,12 +35,18 @@ class PlanBuilder:
     """
 
     def __init__(
-        self, *, max_page_writes: int, max_token_writes: int, max_payload_bytes: int
+        self,
+        *,
+        page_size: int,
+        max_page_writes: int,
+        max_token_writes: int,
+        max_payload_bytes: int,
     ) -> None:
+        self._page_size = page_size
         self._num_rows = 0
         self._row_values: list[int] = []
         self._token_ids: list[int] = []
-        self._page_writes: list[tuple[int, int, int, int]] = []
+        self._page_writes: list[tuple[int, int, int, int, int]] = []
         self._token_writes: list[tuple[int, int, int, int, float, int]] = []
         self._tenants: list[Sequence] = []
         self._scores: list[Score] = []
@@ -56,9 +66,9 @@ class PlanBuilder:
         num_entries = len(sequence.biases) + len(sequence.request.logprobs.token_ids_logprob)
         return num_pages <= self._page_writes_left and num_entries <= self._token_writes_left
 
-    def has_room_for_readout(self, num_tokens: int) -> bool:
-        """True if a read-out of this length fits into this plan."""
-        return readout_bytes(num_tokens) <= self._payload_bytes_left
+    def max_read(self, columns: Collection[ColumnSpec]) -> int:
+        """Return how many rows of these columns the payload has room for."""
+        return readout_rows(self._payload_bytes_left, columns)
 
     def max_scored(self, sequence: Sequence) -> int:
         """Return how many prompt positions of the sequence the payload has room for."""
@@ -88,8 +98,10 @@ class PlanBuilder:
             sent = sequence.num_pages_sent[group]
             if sent == len(table):
                 continue
+            num_shared = sequence.holding.cached_len // self._page_size
             for index in range(sent, len(table)):
-                self._page_writes.append((group, sequence.slot, index, table[index]))
+                is_fresh = int(index >= num_shared)
+                self._page_writes.append((group, sequence.slot, index, table[index], is_fresh))
             self._page_writes_left -= len(table) - sent
             sequence.num_pages_sent[group] = len(table)
 
@@ -119,22 +131,25 @@ class PlanBuilder:
     def _add_score(self, sequence: Sequence, *, first: int, count: int, is_prompt: bool) -> None:
         logprobs = sequence.request.logprobs
         num_top, num_ids = logprobs.top_logprobs_num, len(logprobs.token_ids_logprob)
-        self._scores.append(Score(self._num_rows - 1, first, count, num_top, num_ids, is_prompt))
+        max_mask = MAX_MASK_IDS if logprobs.sampling_mask and not is_prompt else 0
+        self._scores.append(
+            Score(self._num_rows - 1, first, count, num_top, num_ids, is_prompt, max_mask)
+        )
         if is_prompt:
             self._payload_bytes_left -= score_bytes(count, num_top=num_top, num_ids=num_ids)
 
     def add_readout(self, sequence: Sequence, *, start: int, end: int) -> None:
         """Read back the sequence's captured columns of positions ``[start, end)``."""
-        self._readouts.append(
-            Readout(sequence.slot, sequence.generation, start, end, sequence.request.capture)
-        )
-        self._payload_bytes_left -= readout_bytes(end - start)
+        assert sequence.captured is not None
+        specs = sequence.captured.specs
+        self._readouts.append(Readout(sequence.slot, sequence.generation, start, end, tuple(specs)))
+        self._payload_bytes_left -= readout_bytes(end - start, specs.values())
 
     def build(self, *, step_id: int, epoch: int) -> StepPlan:
         """Return the finished plan."""
         # By way of array: numpy takes three times as long to read a list of ints.
         rows = np.array(array("i", self._row_values), dtype=np.int32).reshape(-1, 6).T.copy()
-        pages = np.array(self._page_writes, dtype=np.int32).reshape(-1, 4).T.copy()
+        pages = np.array(self._page_writes, dtype=np.int32).reshape(-1, 5).T.copy()
         return StepPlan(
             step_id=step_id,
             epoch=epoch,
@@ -147,7 +162,9 @@ class PlanBuilder:
                 samples=rows[5],
             ),
             token_ids=np.array(self._token_ids, dtype=np.int32),
-            page_writes=PageWrites(group=pages[0], slot=pages[1], index=pages[2], page=pages[3]),
+            page_writes=PageWrites(
+                group=pages[0], slot=pages[1], index=pages[2], page=pages[3], is_fresh=pages[4]
+            ),
             slot_writes=_slot_writes(self._tenants) if self._tenants else _NO_SLOTS,
             token_writes=_token_writes(self._token_writes) if self._token_writes else _NO_TOKENS,
             scores=tuple(self._scores),

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from dovetail.sched.plan import TokenScores
 from dovetail.sched.sequence import Sequence
+from dovetail.wire.capture import CapturedRows
 from dovetail.wire.result import Scores, TokenEvent
-from dovetail.wire.tensor import TensorEnvelope
 
 
 def news_of(sequence: Sequence) -> TokenEvent:
@@ -25,19 +25,24 @@ def news_of(sequence: Sequence) -> TokenEvent:
         if sequence.wants_scores
         else None,
         prompt_scores=None if start else _scores(sequence.prompt_scores),
+        captured=_news_of_capture(sequence),
     )
+
+
+def _news_of_capture(sequence: Sequence) -> dict[str, CapturedRows] | None:
+    """Return the rows that are to leave before the end, if there are any."""
+    captured = sequence.captured
+    if captured is None or not sequence.request.capture.interval or not captured.has_news:
+        return None
+    return captured.news(is_last=False)
 
 
 def last_event_of(sequence: Sequence) -> TokenEvent:
     """Return the event that ends the sequence."""
     captured = sequence.captured
+    rows = None if captured is None else captured.news(is_last=True)
     return msgspec.structs.replace(
-        news_of(sequence),
-        finish=sequence.finish,
-        usage=sequence.usage,
-        captured=None
-        if captured is None
-        else {name: TensorEnvelope.pack(array) for name, array in captured.items()},
+        news_of(sequence), finish=sequence.finish, usage=sequence.usage, captured=rows
     )
 
 
@@ -50,6 +55,8 @@ def _scores(parts: list[TokenScores]) -> Scores | None:
         top_ids=_rows([part.top_ids for part in parts]),
         top_logprobs=_rows([part.top_logprobs for part in parts]),
         id_logprobs=_rows([part.id_logprobs for part in parts]),
+        masks=tuple(tuple(p.mask_ids.tolist()) for p in parts if len(p.mask_logprobs)),
+        mask_logprobs=tuple(x for part in parts for x in part.mask_logprobs.tolist()),
     )
 
 

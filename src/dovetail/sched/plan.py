@@ -24,6 +24,7 @@ class RowStatus(IntEnum):
     OK = 0
     NON_FINITE = 1  # the logits hold NaN or only infinities
     EMPTY_SUPPORT = 2  # no token was left to draw from
+    LARGE_SUPPORT = 3  # more tokens were left than the sampling mask that was asked for can hold
 
 
 class LogprobKindId(IntEnum):
@@ -50,6 +51,10 @@ MAX_REPORTED_IDS = 128
 
 def _no_ids() -> NDArray[np.int32]:
     return np.zeros(0, dtype=np.int32)
+
+
+def _no_logprobs() -> NDArray[np.float32]:
+    return np.zeros(0, dtype=np.float32)
 
 
 def _freeze(value: object) -> None:
@@ -98,12 +103,15 @@ class PageWrites:
         slot: int32 [N], whose table.
         index: int32 [N], position in the table.
         page: int32 [N], the page id to write there.
+        is_fresh: int32 [N], 1 for a page from the free list, whose side data is a stranger's
+            and is forgotten; 0 for one that a prefix hit shares.
     """
 
     group: NDArray[np.int32]
     slot: NDArray[np.int32]
     index: NDArray[np.int32]
     page: NDArray[np.int32]
+    is_fresh: NDArray[np.int32]
 
     def __post_init__(self) -> None:
         _freeze(self)
@@ -195,6 +203,7 @@ class Score:
         num_ids: ids of the slot's report table to report.
         is_prompt: the next tokens are known (``StepPlan.targets``) and their logprobs are
             reported; else the next token is sampled, and ``count`` is 1.
+        max_mask: most ids of the draw's support to report; 0 reports none. Not for prompts.
     """
 
     row: int
@@ -203,6 +212,7 @@ class Score:
     num_top: int
     num_ids: int
     is_prompt: bool
+    max_mask: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +224,16 @@ class TokenScores:
         top_ids: int32 [P, K], likeliest first.
         top_logprobs: float32 [P, K].
         id_logprobs: float32 [P, J].
+        mask_ids: int32, the support of the draw; empty if nothing was cut off, or not asked for.
+        mask_logprobs: float32 [1] of the drawn token within it; empty if not asked for.
     """
 
     logprobs: NDArray[np.float32]
     top_ids: NDArray[np.int32]
     top_logprobs: NDArray[np.float32]
     id_logprobs: NDArray[np.float32]
+    mask_ids: NDArray[np.int32] = field(default_factory=_no_ids)
+    mask_logprobs: NDArray[np.float32] = field(default_factory=_no_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +263,7 @@ class StepPlan:
         scores: see ``Score``; in row order, a row's prompt before its sampled token.
         targets: int32, for each prompt score in order, the known next tokens.
         readouts: read-backs; a plan may hold read-outs alone.
+        snapshot: columns whose rows of the tokens that this step forwards leave with its result.
     """
 
     step_id: int
@@ -261,6 +276,7 @@ class StepPlan:
     scores: tuple[Score, ...] = ()
     targets: NDArray[np.int32] = field(default_factory=_no_ids)
     readouts: tuple[Readout, ...] = ()
+    snapshot: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.token_ids.setflags(write=False)
@@ -284,6 +300,8 @@ class StepResult:
         status: int32 [R], a ``RowStatus`` each.
         scores: one for each of ``plan.scores``.
         readouts: one mapping column -> array per ``plan.readouts``.
+        snapshot: column -> [T, ...] for ``plan.snapshot``, and under ``kv_slots`` int64 [T], where
+            each token's state is kept.
 
     Holds memory of its own only: a view of a transfer block or of engine state would change
     while the step is being committed.
@@ -299,6 +317,7 @@ class StepResult:
     status: NDArray[np.int32]
     scores: tuple[TokenScores, ...] = ()
     readouts: tuple[dict[str, NDArray[np.generic]], ...] = field(default=())
+    snapshot: dict[str, NDArray[np.generic]] = field(default_factory=dict[str, NDArray[np.generic]])
 
     def __post_init__(self) -> None:
         _freeze(self)
@@ -306,7 +325,7 @@ class StepResult:
             _expect_own_memory(self.token_ids, self.counts, self.logprobs, self.status)
             for scores in self.scores:
                 _expect_own_memory(*(getattr(scores, item.name) for item in fields(scores)))
-            for columns in self.readouts:
+            for columns in (*self.readouts, self.snapshot):
                 _expect_own_memory(*columns.values())
 
 

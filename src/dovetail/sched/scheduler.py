@@ -17,6 +17,7 @@ from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
 from dovetail.sched.admission import LengthEstimate, PrefixHolds
 from dovetail.sched.builder import PlanBuilder
+from dovetail.sched.captured import Rows
 from dovetail.sched.events import last_event_of, news_of
 from dovetail.sched.finish import ABORTED, LENGTH, finish_after
 from dovetail.sched.plan import MAX_BIASES, RowStatus, StepPlan, StepResult, TokenScores
@@ -27,6 +28,7 @@ from dovetail.sched.slots import SlotTable
 from dovetail.sched.stop import StopMatcher
 from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason, TokenEvent
+from dovetail.wire.validate import MAX_MASK_IDS
 
 RETRY_STEPS = 16
 """Steps until memory that was short is asked for again if none is given back: those that run come
@@ -37,6 +39,8 @@ _RUNNING = SequenceState.RUNNING
 _STATUS_MESSAGES = {
     RowStatus.NON_FINITE: "the model produced logits that are not finite",
     RowStatus.EMPTY_SUPPORT: "no token was left to sample from",
+    RowStatus.LARGE_SUPPORT: f"the sampling mask of a token has more than {MAX_MASK_IDS} ids; "
+    f"lower top_k (to {MAX_MASK_IDS} at most) or top_p",
 }
 
 
@@ -58,6 +62,7 @@ class Scheduler:
         special_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._config = config
+        self._columns = config.columns
         self._ledger = ledger
         self._token_bytes = token_bytes
         self._special_ids = special_ids
@@ -66,6 +71,7 @@ class Scheduler:
         self._waiting = RankedQueue()
         self._running = RankedQueue()
         self._leaving: dict[Sequence, None] = {}
+        self._reading: dict[Sequence, None] = {}  # running, with rows that are to leave now
         self._open: dict[int, list[Sequence]] = {}
         self._groups: dict[str, set[int]] = {}
         self._holds = PrefixHolds(config)
@@ -107,6 +113,7 @@ class Scheduler:
                 ),
                 eos_token_ids=self._eos_token_ids,
                 stop_matcher=self._stop_matcher(request),
+                columns=self._columns,
             )
             self._num_arrivals += 1
             sequences.append(sequence)
@@ -150,12 +157,13 @@ class Scheduler:
         """Return the next step, or None if nothing can be forwarded now."""
         config = self._config
         builder = PlanBuilder(
+            page_size=config.page_size,
             max_page_writes=config.max_pages_per_sequence + config.max_running,
             max_token_writes=2 * MAX_BIASES,
             max_payload_bytes=config.max_payload_bytes - sample_score_bytes(config.max_running),
         )
-        self._plan_readouts(builder)
         prefilling = self._plan_decodes(builder)
+        self._plan_readouts(builder)  # also of those that a decode row has retracted
         budget = self._plan_chunks(builder, prefilling, config.chunk_size)
         self._admit(builder, budget)
         if builder.is_empty:
@@ -165,11 +173,21 @@ class Scheduler:
         return plan
 
     def _plan_readouts(self, builder: PlanBuilder) -> None:
-        for sequence in self._leaving:
-            if sequence.needs_readout and builder.has_room_for_readout(sequence.computed_len):
-                builder.add_readout(sequence, start=0, end=sequence.computed_len)
-                sequence.readout_planned = True
+        """Plan read-outs, in pieces where the payload is short."""
+        for sequence in (*self._reading, *self._leaving):
+            captured, end = sequence.captured, sequence.computed_len
+            if captured is None or not (sequence in self._reading or sequence.needs_readout):
+                continue
+            if sequence.state is SequenceState.RETRACTING and sequence.planned_len > end:
+                continue  # what is in flight will be recorded, too
+            start, room = captured.planned, builder.max_read(captured.specs.values())
+            end = min(end, start + room)
+            if start < end:
+                builder.add_readout(sequence, start=start, end=end)
+                sequence.read_until(end)
                 sequence.num_inflight += 1
+            if end == sequence.computed_len:
+                self._reading.pop(sequence, None)
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan a row for each sequence that can decode; return those still in their prompt."""
@@ -265,7 +283,7 @@ class Scheduler:
         if not self._ledger.extend(holding, sequence.known_len):
             raise InvariantError("the ledger promised pages that it does not have")
         self._slots.take(sequence)
-        sequence.start(holding)
+        sequence.start(holding, self.epoch)
         if self._config.prefix_cache:
             sequence.publish_at = holding.cached_len + self._config.page_size
         self._waiting.remove(sequence)
@@ -305,10 +323,11 @@ class Scheduler:
             return None
         self._lengths.observe_retraction()
         self._running.remove(sequence)
+        self._reading.pop(sequence, None)
         self._holds.remove(sequence)
         sequence.state = SequenceState.RETRACTING
         sequence.num_retractions += 1
-        if sequence.num_inflight == 0:
+        if sequence.num_inflight == 0 and not sequence.needs_readout:
             self._requeue(sequence)
         else:
             self._leaving[sequence] = None
@@ -358,7 +377,7 @@ class Scheduler:
             if sequence.finish is None:
                 if samples and status == _OK:
                     sequence.append(token_id, logprob, epoch, sampled_scores.get(row))
-                reason = self._commit_row(sequence, width, samples, token_id, status)
+                reason = self._commit_row(sequence, width, samples, token_id, status, epoch)
                 if reason is not None:
                     events += self._decide_finish(sequence, reason)
                     continue
@@ -367,12 +386,27 @@ class Scheduler:
                     events.append(news_of(sequence))
             else:
                 events += self._settle(sequence)
-        for readout, captured in zip(plan.readouts, result.readouts, strict=True):
-            sequence = self._slots.tenant(readout.slot, readout.generation)
+        for readout, read in zip(plan.readouts, result.readouts, strict=True):
+            sequence = tenant(readout.slot, readout.generation)
             sequence.num_inflight -= 1
-            sequence.captured = captured
-            events += self._settle(sequence)
+            events += self._commit_readout(sequence, readout.start, read)
         return events
+
+    def _commit_readout(self, sequence: Sequence, start: int, rows: Rows) -> list[TokenEvent]:
+        """Record rows. One that nobody wrote ends its request, however well that has gone."""
+        if sequence.captured is None:
+            return self._settle(sequence)
+        try:
+            sequence.captured.append(start, rows)
+        except InvariantError as error:
+            sequence.captured = None
+            reason = FinishReason(type="error", message=str(error))
+            if sequence.finish is None:
+                return self._decide_finish(sequence, reason)
+            sequence.finish = reason  # nobody has been told the old one
+        if sequence.state is _RUNNING:
+            return [news_of(sequence)]
+        return self._settle(sequence)
 
     def _commit_prompt_scores(self, plan: StepPlan, result: StepResult) -> dict[int, TokenScores]:
         """Commit the scores of prompt tokens; return those of sampled ones, by row."""
@@ -388,10 +422,20 @@ class Scheduler:
         return sampled
 
     def _commit_row(
-        self, sequence: Sequence, width: int, samples: int, token_id: int, status: int
+        self,
+        sequence: Sequence,
+        width: int,
+        samples: int,
+        token_id: int,
+        status: int,
+        epoch: int,
     ) -> FinishReason | None:
         """Learn that a row was forwarded; return why its sequence ends, or None."""
         sequence.computed_len += width
+        if sequence.captured is not None:
+            sequence.captured.forwarded(sequence.computed_len, epoch)
+            if sequence.computed_len >= sequence.read_at and sequence.state is _RUNNING:
+                self._reading[sequence] = None
         if status != _OK:  # whatever made it so is not shared
             return FinishReason(type="error", message=_STATUS_MESSAGES[RowStatus(status)])
         if sequence.computed_len >= sequence.publish_at:
@@ -423,6 +467,7 @@ class Scheduler:
             return [self._end(sequence)]
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
+            self._reading.pop(sequence, None)
             self._holds.remove(sequence)
         sequence.state = SequenceState.FINISHING
         self._leaving[sequence] = None
@@ -430,14 +475,12 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence) -> list[TokenEvent]:
         """Return a leaving sequence's news; let go of its memory if nothing of it is in flight."""
-        if sequence.num_inflight == 0:
-            if sequence.state is SequenceState.RETRACTING:
-                del self._leaving[sequence]
-                self._requeue(sequence)
-            elif not sequence.needs_readout:
-                del self._leaving[sequence]
+        if sequence.num_inflight == 0 and not sequence.needs_readout:
+            del self._leaving[sequence]
+            if sequence.state is SequenceState.FINISHING:
                 self._give_up_memory(sequence)
                 return [self._end(sequence)]
+            self._requeue(sequence)
         return [news_of(sequence)] if sequence.num_emitted < len(sequence.record) else []
 
     def _end(self, sequence: Sequence) -> TokenEvent:

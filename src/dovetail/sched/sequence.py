@@ -6,13 +6,13 @@ pages are found or how a forward is done.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dovetail.cache.ledger import Holding
+from dovetail.config.capture import ColumnSpec
+from dovetail.sched.captured import CapturedColumns
 from dovetail.sched.plan import TokenScores
 from dovetail.sched.stop import StopMatcher
 from dovetail.wire.request import Request
@@ -29,6 +29,7 @@ class SequenceState(Enum):
     FINISHED = "finished"  # has had its last event
 
 
+_LEAVING = (SequenceState.RETRACTING, SequenceState.FINISHING)
 NO_LIMIT = 2**31 - 1
 
 
@@ -87,6 +88,9 @@ class Sequence:
         prompt_scores: probabilities of prompt tokens, in order; append-only.
         scored, planned_score: prompt position whose probability is the next to be
             committed, and planned.
+        captured: the rows of the columns that its request asks for; None if it asks for none, and
+            once a row turned out to be missing.
+        read_at: ``computed_len`` at which rows are to be read while it runs.
         wants_scores: each draw reports more than the chosen token's logprob.
         num_pages_sent: page-table entries the device has been told, a count per group.
     """
@@ -114,7 +118,7 @@ class Sequence:
         "prompt_scores",
         "publish_at",
         "rank",
-        "readout_planned",
+        "read_at",
         "record",
         "request",
         "sample_index",
@@ -134,6 +138,7 @@ class Sequence:
         rank: tuple[int, int],
         eos_token_ids: frozenset[int],
         stop_matcher: StopMatcher | None,
+        columns: Mapping[str, ColumnSpec],
     ) -> None:
         self.request = request
         self.sample_index = sample_index
@@ -145,14 +150,21 @@ class Sequence:
         self.samples_left = request.max_new_tokens
         self.publish_at = NO_LIMIT
         logprobs = request.logprobs
-        self.wants_scores = logprobs.top_logprobs_num > 0 or len(logprobs.token_ids_logprob) > 0
+        self.wants_scores = (
+            logprobs.top_logprobs_num > 0
+            or len(logprobs.token_ids_logprob) > 0
+            or logprobs.sampling_mask
+        )
         self.known_ids: list[int] = list(request.prompt_token_ids)
         self.record = TokenRecord()
         self.stop_matcher = stop_matcher
         self.state = SequenceState.WAITING
         self.finish: FinishReason | None = None
-        self.captured: dict[str, NDArray[np.generic]] | None = None
-        self.readout_planned = False
+        self.captured: CapturedColumns | None = None
+        if request.capture.columns:
+            specs = {name: columns[name] for name in request.capture.columns}
+            self.captured = CapturedColumns(specs, start=request.capture.start_len)
+        self.read_at = NO_LIMIT
         self.cached_len = 0
         start = request.logprobs.logprob_start_len
         # The token at position 0 has nothing before it, so it has no probability.
@@ -215,15 +227,19 @@ class Sequence:
 
     @property
     def needs_readout(self) -> bool:
-        """True while captured columns are still to be read before the memory goes."""
+        """True while captured columns are still to be read before the memory goes.
+
+        Memory in which no row was computed that is not recorded already need not be read.
+        """
+        captured = self.captured
         return (
-            self.state is SequenceState.FINISHING
-            and bool(self.request.capture)
-            and self.computed_len > 0
-            and not self.readout_planned
+            captured is not None
+            and self.state in _LEAVING
+            and captured.recorded < self.computed_len
+            and captured.planned < self.computed_len
         )
 
-    def start(self, holding: Holding) -> None:
+    def start(self, holding: Holding, epoch: int) -> None:
         """Begin to run on a slot and pages, the first of which may be computed already."""
         self.state = SequenceState.RUNNING
         self.holding = holding
@@ -232,6 +248,19 @@ class Sequence:
         self.planned_len = self.computed_len = holding.cached_len
         if self.num_retractions == 0:
             self.cached_len = holding.cached_len
+        if self.captured is not None:
+            self.captured.begin(holding.cached_len, epoch)
+            self.read_at = self._next_read_at(self.captured)
+
+    def read_until(self, end: int) -> None:
+        """Note that a read-out is planned of all rows before ``end``."""
+        assert self.captured is not None
+        self.captured.planned = end
+        self.read_at = self._next_read_at(self.captured)
+
+    def _next_read_at(self, captured: CapturedColumns) -> int:
+        interval = self.request.capture.interval
+        return max(captured.recorded, captured.planned) + interval if interval else NO_LIMIT
 
     def forget_memory(self) -> None:
         """Go back to the state before any forward; the record stays."""
@@ -240,6 +269,8 @@ class Sequence:
         self.num_pages_sent = []
         self.planned_len = self.computed_len = 0
         self.planned_score = self.scored
+        if self.captured is not None:
+            self.captured.forget_memory()
 
 
 def _end_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:

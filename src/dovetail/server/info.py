@@ -102,6 +102,7 @@ class InfoRoutes:
                 "disable_overlap_schedule": config.depth == 0,
                 "enable_metrics": True,
                 "weight_version": WEIGHT_VERSION,
+                "enable_return_routed_experts": "experts" in config.capture,
                 **_FIXED,
                 "internal_states": [
                     {
@@ -128,7 +129,6 @@ _FIXED: dict[str, Any] = {
     "disaggregation_bootstrap_port": None,
     "encoder_only": False,
     "enable_memory_saver": False,
-    "enable_return_routed_experts": False,
 }
 """What other settings of SGLang amount to here."""
 

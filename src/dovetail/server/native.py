@@ -15,16 +15,19 @@ from starlette.responses import Response
 
 from dovetail.core.client import EngineClient
 from dovetail.core.reply import GrowingReply, TextOf, generate_reply
+from dovetail.core.routes import RoutesAsked
 from dovetail.errors import RequestError
 from dovetail.server.body import off_loop, read_body, typed
 from dovetail.server.errors import HttpError
-from dovetail.server.native_body import Call, read_call
+from dovetail.server.native_body import Call, read_call, renamed
 from dovetail.server.settings import ServerSettings
 from dovetail.server.sse import EventStream, unless_gone
 from dovetail.server.traffic import Traffic
 from dovetail.wire.request import Request
 
 _REPLY_BYTES_PER_TOKEN = 40
+JSON, MSGPACK = "application/json", "application/msgpack"
+"""What a whole reply can be: msgpack has rows as raw bytes, for clients that accept it."""
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +58,9 @@ class NativeRoutes:
         call, requests = await off_loop(body.num_bytes, lambda: self._read(body.fields))
         if call.stream:
             return EventStream(self._stream(call, requests))
-        content = await unless_gone(http.receive, self._answer(call, requests))
-        return Response(content, media_type="application/json")
+        kind = MSGPACK if MSGPACK in http.headers.get("accept", "") else JSON
+        content = await unless_gone(http.receive, self._answer(call, requests, kind))
+        return Response(content, media_type=kind)
 
     async def abort(self, http: HttpRequest) -> Response:
         """End requests early; each is answered with what it has. Unknown labels are no error."""
@@ -80,21 +84,20 @@ class NativeRoutes:
                         item.prompt,
                         item.sampling,
                         logprobs=item.logprobs,
+                        capture=call.capture,
                         group=call.group,
                         priority=call.priority,
                         label=item.rid if item.rid is not None else uuid.uuid4().hex,
                         namespace=call.namespace,
                     )
                 )
-            except RequestError as error:
-                if not call.is_batch:
-                    raise
-                raise RequestError(
-                    error.field, f"in item {index} of the batch: {error.message}"
-                ) from None
+            except RequestError as own_error:
+                error = renamed(own_error, call)
+                where = f"in item {index} of the batch: " if call.is_batch else ""
+                raise RequestError(error.field, where + error.message) from None
         return call, requests
 
-    async def _answer(self, call: Call, requests: list[Request]) -> bytes:
+    async def _answer(self, call: Call, requests: list[Request], kind: str) -> bytes:
         started = time.perf_counter()
         answers = await self._traffic.finish(requests)
         seconds = time.perf_counter() - started
@@ -108,12 +111,14 @@ class NativeRoutes:
                         label=request.label or "",
                         logprobs=item.logprobs,
                         text_of=self._text_of(call),
+                        routes=self._routes_asked(call),
                     )
                     if call.return_prompt_token_ids:
                         reply["prompt_token_ids"] = request.prompt_token_ids
                     reply["meta_info"]["e2e_latency"] = seconds
                     replies.append(reply)
-            return msgspec.json.encode(replies if call.is_list else replies[0])
+            encode = msgspec.msgpack.encode if kind == MSGPACK else msgspec.json.encode
+            return encode(replies if call.is_list else replies[0])
 
         if not call.is_list:
             reason = answers[0][0].finish_reason
@@ -122,7 +127,8 @@ class NativeRoutes:
         num_numbers = sum(
             len(g.token_ids) + len(g.prompt_logprobs) for some in answers for g in some
         )
-        return await off_loop(num_numbers * _REPLY_BYTES_PER_TOKEN, encode)
+        num_bytes = sum(g.captured_bytes for some in answers for g in some)
+        return await off_loop(num_numbers * _REPLY_BYTES_PER_TOKEN + num_bytes, encode)
 
     async def _stream(self, call: Call, requests: list[Request]) -> AsyncGenerator[bytes, None]:
         started = time.perf_counter()
@@ -139,6 +145,7 @@ class NativeRoutes:
                         label=requests[index].label or "",
                         logprobs=call.items[index].logprobs,
                         text_of=self._text_of(call),
+                        routes=self._routes_asked(call),
                     )
                 reply = replies[key].add(event)
                 if call.return_prompt_token_ids:
@@ -147,6 +154,16 @@ class NativeRoutes:
                 if call.is_list:
                     reply["index"] = first_of[index] + event.sample_index
                 yield msgspec.json.encode(reply)
+
+    def _routes_asked(self, call: Call) -> RoutesAsked | None:
+        if not call.capture.columns:
+            return None
+        return RoutesAsked(
+            sglang=call.return_routed_experts,
+            own=call.wants_columns,
+            num_layers=self._client.config.model.num_layers,
+            start_len=call.capture.start_len,
+        )
 
     def _text_of(self, call: Call) -> TextOf | None:
         if not call.return_text_in_logprobs:

@@ -13,13 +13,12 @@ import msgspec
 from dovetail.core.prompts import Prompt
 from dovetail.errors import RequestError
 from dovetail.server.body import typed
-from dovetail.wire.request import LogprobKind, LogprobParams, SamplingParams
+from dovetail.wire.request import CaptureParams, LogprobKind, LogprobParams, SamplingParams
 
 UNSUPPORTED = (
-    "input_embeds", "image_data", "video_data", "audio_data", "return_routed_experts",
-    "return_indexer_topk", "return_hidden_states", "return_sampling_mask", "session_params",
-    "session_id", "lora_path", "lora_id", "custom_logit_processor", "bootstrap_host",
-    "bootstrap_room",
+    "input_embeds", "image_data", "video_data", "audio_data", "return_indexer_topk",
+    "return_hidden_states", "session_params", "session_id", "lora_path", "lora_id",
+    "custom_logit_processor", "bootstrap_host", "bootstrap_room",
 )  # fmt: skip
 """Fields that would change the answer. Null, false and empty ask for nothing and pass."""
 
@@ -45,6 +44,10 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
         return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob: see
             ``LogprobParams``. Without ``return_logprob`` the others have no effect.
         logprob_kind: see ``LogprobParams``.
+        return_sampling_mask: report what each draw could have drawn, and logprobs.
+        return_routed_experts: report the experts of each token, in SGLang's form.
+        capture, capture_interval: report columns in our own form; see ``CaptureParams``.
+        routed_experts_start_len: position of the first row, for either form.
         return_text_in_logprobs: put each token's text beside its logprob.
         return_prompt_token_ids: put the prompt's ids into the reply.
         stream: reply with server-sent events.
@@ -62,6 +65,11 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs_num: int | list[int | None] = 0
     token_ids_logprob: list[int | list[int] | None] | None = None
     logprob_kind: LogprobKind = "scaled"
+    return_sampling_mask: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+    capture: tuple[str, ...] = ()
+    capture_interval: int = 0
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     stream: bool = False
@@ -87,6 +95,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         items: at least one.
         is_batch: the prompts came as a list.
         is_list: the reply is a list: of a batch, or of several samples.
+        return_routed_experts: give expert rows in SGLang's form.
+        wants_columns: give captured columns in our own form.
+        capture: of each item, for either form.
     """
 
     items: list[Item]
@@ -95,6 +106,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     return_text_in_logprobs: bool
     return_prompt_token_ids: bool
+    return_routed_experts: bool
+    wants_columns: bool
+    capture: CaptureParams
     group: str | None
     priority: int
     namespace: bytes
@@ -128,6 +142,13 @@ def read_call(raw: dict[str, Any]) -> Call:
         stream=fields.stream,
         return_text_in_logprobs=fields.return_text_in_logprobs,
         return_prompt_token_ids=fields.return_prompt_token_ids,
+        return_routed_experts=fields.return_routed_experts,
+        capture=CaptureParams(
+            columns=fields.capture + (("experts",) if fields.return_routed_experts else ()),
+            start_len=fields.routed_experts_start_len,
+            interval=fields.capture_interval,
+        ),
+        wants_columns=bool(fields.capture),
         group=fields.group,
         priority=fields.priority,
         namespace=namespace_of(fields.extra_key, fields.cache_salt),
@@ -150,6 +171,17 @@ def sampling_of(raw: dict[str, Any], prefix: str) -> SamplingParams:
     if params.top_k >= 2**31:  # clients say "all" with a huge number
         params = msgspec.structs.replace(params, top_k=-1)
     return params
+
+
+def renamed(error: RequestError, call: Call) -> RequestError:
+    """Return the engine's error in the words of the dialect."""
+    names = {
+        "capture.start_len": "routed_experts_start_len",
+        "capture.interval": "capture_interval",
+    }
+    if not call.wants_columns:
+        names["capture"] = "return_routed_experts"
+    return RequestError(names.get(error.field, error.field), error.message)
 
 
 def namespace_of(*keys: str | None) -> bytes:
@@ -246,8 +278,9 @@ def _logprobs(fields: GenerateFields, num: int | None) -> list[LogprobParams | N
             logprob_start_len=start,
             top_logprobs_num=num_top,
             token_ids_logprob=tuple(of_ids),
+            sampling_mask=fields.return_sampling_mask,
         )
-        if is_asked
+        if is_asked or fields.return_sampling_mask
         else None
         for is_asked, start, num_top, of_ids in columns
     ]

@@ -78,12 +78,30 @@ class LogprobParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             token at position 0 has no logprob.
         top_logprobs_num: report the likeliest ids of each position, this many.
         token_ids_logprob: report these ids at each position.
+        sampling_mask: report the tokens that each draw could have drawn, at most 512 of them, and
+            the chosen token's logprob among them.
     """
 
     kind: LogprobKind = "scaled"
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     token_ids_logprob: tuple[int, ...] = ()
+    sampling_mask: bool = False
+
+
+class CaptureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which per-token columns are handed back.
+
+    Attributes:
+        columns: their names, see ``wire.capture.ColumnName``; the engine must capture them.
+        start_len: position of the first row, at most the length of the prompt.
+        interval: hand rows back while the generation runs, whenever there are so many; 0 hands
+            back all of them with the last event.
+    """
+
+    columns: tuple[str, ...] = ()
+    start_len: int = 0
+    interval: int = 0
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +118,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             fields have no effect, as in SGLang.
         logprob_start_len, top_logprobs_num, token_ids_logprob, logprob_kind: see
             ``LogprobParams``.
+        return_sampling_mask: include the tokens that each draw could have drawn, and logprobs.
         group: a label that several requests share; they can be aborted together.
         priority: under the ``priority`` policy, higher goes first.
         rid: the client's own label; returned, never interpreted.
@@ -114,6 +133,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     top_logprobs_num: int = 0
     token_ids_logprob: tuple[int, ...] | None = None
     logprob_kind: LogprobKind = "scaled"
+    return_sampling_mask: bool = False
     group: str | None = None
     priority: int = 0
     rid: str | None = None
@@ -132,7 +152,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: see ``LogprobParams``; validated.
         group: label for aborting several requests together.
         priority: under the ``priority`` policy, higher goes first.
-        capture: per-token columns to hand back with the last event.
+        capture: see ``CaptureParams``; validated.
         label: the client's own id, or None; never a key.
     """
 
@@ -144,7 +164,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: LogprobParams = LogprobParams()
     group: str | None = None
     priority: int = 0
-    capture: tuple[str, ...] = ()
+    capture: CaptureParams = CaptureParams()
     label: str | None = None
 
     @property

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from dovetail.wire.tensor import TensorEnvelope
+from dovetail.wire.capture import CapturedRows
 
 
 class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,12 +51,17 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
             whose logprobs stand in the event.
         top_ids, top_logprobs: the likeliest ids, likeliest first; empty if not asked for.
         id_logprobs: of the ids that were asked for, in their order; empty if not asked for.
+        masks: the tokens that each draw could have drawn, ascending; none of them for a draw that
+            truncation cut nothing off. Empty if not asked for.
+        mask_logprobs: of the chosen tokens among those.
     """
 
     logprobs: tuple[float, ...] = ()
     top_ids: tuple[tuple[int, ...], ...] = ()
     top_logprobs: tuple[tuple[float, ...], ...] = ()
     id_logprobs: tuple[tuple[float, ...], ...] = ()
+    masks: tuple[tuple[int, ...], ...] = ()
+    mask_logprobs: tuple[float, ...] = ()
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -65,7 +70,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         request_id: the engine's id of the request.
         sample_index: which of the request's ``n`` generations.
-        token_ids: newly committed ids, in order; may be empty in a last event.
+        token_ids: newly committed ids, in order; may be empty in a last event, and where there are
+            captured rows.
         logprobs: natural-log probability of each of ``token_ids`` in the forward
             that sampled it.
         epochs: weights epoch of the forward that sampled each token.
@@ -74,8 +80,9 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             position from ``logprob_start_len`` on, position 0 left out.
         finish: set in the last event of a generation, and only there.
         usage: set with ``finish``.
-        captured: column name -> array over the forwarded positions from 0, for the
-            columns that the request asked to capture; set with ``finish``.
+        captured: column name -> rows, for the columns that the request asked to capture: those
+            recorded since the last event that had some. Set with ``finish``, and before for a
+            request that asks.
     """
 
     request_id: int
@@ -87,4 +94,4 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_scores: Scores | None = None
     finish: FinishReason | None = None
     usage: Usage | None = None
-    captured: dict[str, TensorEnvelope] | None = None
+    captured: dict[str, CapturedRows] | None = None

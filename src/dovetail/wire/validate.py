@@ -12,7 +12,7 @@ from typing import SupportsIndex
 import msgspec
 
 from dovetail.errors import RequestError
-from dovetail.wire.request import LogprobParams, SamplingParams
+from dovetail.wire.request import CaptureParams, LogprobParams, SamplingParams
 
 MAX_SEED = 2**64 - 1
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -24,6 +24,8 @@ MAX_LOGIT_BIASES = 512
 MAX_BIAS = 1e4
 MAX_TOP_LOGPROBS = 128
 MAX_SAMPLES = 1024
+MAX_MASK_IDS = 512
+"""Most tokens of a sampling mask; a draw with more ends its request with an error."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,10 +34,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         vocab_size: number of legal token ids.
         context_len: most tokens of prompt and output together.
+        columns: per-token columns that the engine captures.
     """
 
     vocab_size: int
     context_len: int
+    columns: tuple[str, ...] = ("tokens",)
 
 
 def validated_prompt(prompt_token_ids: Iterable[SupportsIndex], limits: Limits) -> tuple[int, ...]:
@@ -141,6 +145,34 @@ def validated_logprobs(
             "ask for kind scaled or raw",
         )
     return logprobs
+
+
+def validated_capture(capture: CaptureParams, *, prompt_len: int, limits: Limits) -> CaptureParams:
+    """Return the parameters, without repeated columns.
+
+    Raises:
+        RequestError: names the field and the fix.
+    """
+    try:
+        capture = msgspec.convert(msgspec.structs.asdict(capture), CaptureParams)
+    except msgspec.ValidationError as error:
+        raise RequestError("capture", str(error)) from None
+    for name in capture.columns:
+        if name not in limits.columns:
+            raise RequestError(
+                "capture",
+                f"{name!r} is not captured by this engine, only {', '.join(limits.columns)}; start "
+                f"it with --capture {name}",
+            )
+    if not 0 <= capture.start_len <= prompt_len:
+        raise RequestError(
+            "capture.start_len",
+            f"is {capture.start_len}; the legal range is 0 to the length of the prompt, "
+            f"{prompt_len}",
+        )
+    if not 0 <= capture.interval < 2**31:
+        raise RequestError("capture.interval", f"is {capture.interval}; give 0 or a number of rows")
+    return msgspec.structs.replace(capture, columns=tuple(dict.fromkeys(capture.columns)))
 
 
 def validated_label(field: str, label: str | None) -> str | None:

@@ -126,7 +126,6 @@ def test_a_body_becomes_a_request_with_all_it_says() -> None:
         None,  # type: ignore[arg-type]  # ids need no tokenizer
         None,
         Limits(vocab_size=100, context_len=50),
-        capture_columns=frozenset(),
     )
     body = GenerateBody(
         input_ids=(1, 2, 3),

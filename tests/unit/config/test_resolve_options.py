@@ -153,7 +153,7 @@ def test_a_wrong_option_is_named_with_its_numbers(folder, options, field, words)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"depht": 1}, "depht: is no engine option; the options are chunk_size, context_len"),
+        ({"depht": 1}, "depht: is no engine option; the options are capture, chunk_size"),
         ({"depth": "1"}, "$.depth"),
         ({"depth": 1.0}, "$.depth"),
         ({"page_size": None}, "$.page_size"),

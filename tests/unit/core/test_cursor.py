@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dovetail.core.cursor import Newsstand
 from dovetail.errors import EngineClosed
+from dovetail.wire.capture import CapturedRows
 from dovetail.wire.result import FinishReason, Scores, TokenEvent, Usage
 from dovetail.wire.tensor import TensorEnvelope
 
@@ -45,7 +46,8 @@ def an_event(
 ) -> TokenEvent:
     """An event whose every value follows from the number of its first token."""
     tokens = range(first, first + num_tokens)
-    captured = {"tokens": TensorEnvelope.pack(np.arange(first + num_tokens, dtype=np.int32))}
+    rows = TensorEnvelope.pack(np.arange(first + num_tokens, dtype=np.int32))
+    captured = {"tokens": CapturedRows(start=0, rows=rows)}
     return TokenEvent(
         request_id=request_id,
         sample_index=sample_index,

@@ -9,7 +9,7 @@ from dovetail.core.prompts import RequestMaker, prompt_of
 from dovetail.errors import RequestError
 from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
-from dovetail.wire.request import GenerateBody, SamplingParams
+from dovetail.wire.request import CaptureParams, GenerateBody, SamplingParams
 from dovetail.wire.validate import Limits
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -28,7 +28,6 @@ def maker(folder) -> RequestMaker:
         tokenizer,
         ChatTemplate.from_folder(folder, tokenizer),
         Limits(vocab_size=320, context_len=64),
-        capture_columns=frozenset({"tokens"}),
     )
 
 
@@ -137,9 +136,28 @@ def test_parameters_may_differ_by_prompt(maker):
 
 
 def test_an_unknown_column_is_refused_and_a_doubled_one_is_one(maker):
-    with pytest.raises(RequestError, match=r"capture: 'experts' is no column.*tokens"):
+    with pytest.raises(
+        RequestError, match=r"capture: 'experts' is not captured .*--capture experts"
+    ):
         maker.make("a", None, capture=("tokens", "experts"))
-    assert maker.make("a", None, capture=("tokens", "tokens")).capture == ("tokens",)
+    assert maker.make("a", None, capture=("tokens", "tokens")).capture.columns == ("tokens",)
+
+
+@pytest.mark.parametrize(
+    ("capture", "message"),
+    [
+        ("tokens", r"capture: is 'tokens'; give a list"),
+        (3, r"capture: is 3; give a list"),
+        ((3,), r"capture: Expected `str`, got `int`"),
+        (CaptureParams(columns=("tokens",), start_len=5), r"capture.start_len: is 5; .* 0 to .* 4"),
+        (CaptureParams(columns=("tokens",), start_len=-1), r"capture.start_len: is -1"),
+        (CaptureParams(columns=("tokens",), start_len=1.5), r"capture: Expected `int`"),
+        (CaptureParams(columns=("tokens",), interval=-2), r"capture.interval: is -2"),
+    ],
+)
+def test_wrong_capture_parameters_are_refused_by_name(maker, capture, message):
+    with pytest.raises(RequestError, match=message):
+        maker.make([3, 4, 5, 6], None, capture=capture)
 
 
 def test_each_request_has_an_id_and_a_seed_of_its_own(maker):
@@ -167,7 +185,6 @@ def test_without_a_template_there_is_no_chat(maker, folder):
         Tokenizer.from_folder(folder),
         None,
         Limits(vocab_size=320, context_len=64),
-        capture_columns=frozenset(),
     )
     with pytest.raises(RequestError, match="no chat template"):
         plain.make(CHAT, None)

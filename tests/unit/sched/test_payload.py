@@ -4,7 +4,7 @@ import pytest
 
 from dovetail.config.payload import readout_bytes, sample_score_bytes
 from dovetail.wire.request import LogprobParams
-from tests.support.referee import CONTEXT_LEN, Job, Workload, run_workload
+from tests.support.referee import COLUMNS, CONTEXT_LEN, Job, Workload, run_workload
 from tests.support.scripted import MAX_TOP
 
 TOP = LogprobParams(top_logprobs_num=MAX_TOP, token_ids_logprob=tuple(range(MAX_TOP)))
@@ -44,7 +44,11 @@ def test_prompt_scores_leave_room_for_the_samples_of_their_step(num_prompts):
             Workload(
                 config={"depth": 1, "page_size": 4, "num_pages": 100, "max_running": 6}
                 | {"context_len": CONTEXT_LEN, "chunk_size": 60, "prefix_cache": True}
-                | {"max_payload_bytes": readout_bytes(CONTEXT_LEN) + sample_score_bytes(6) + spare},
+                | {
+                    "max_payload_bytes": readout_bytes(CONTEXT_LEN, COLUMNS.values())
+                    + sample_score_bytes(6)
+                    + spare
+                },
                 jobs=tuple(jobs),
             )
         )

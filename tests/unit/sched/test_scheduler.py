@@ -47,6 +47,7 @@ def a_sequence(arrival: int = 0) -> Sequence:
         rank=(0, arrival),
         eos_token_ids=frozenset(),
         stop_matcher=None,
+        columns={},
     )
 
 

@@ -130,6 +130,8 @@ class Draws(NamedTuple):
         status_N: int64; the id of a row whose status is not 0 means nothing, but is a legal id.
         reported_NV: float32, the logits that reported logprobs are the log-softmax of.
         log_total_N: float32, their logsumexp.
+        scaled_NV: float32, what was drawn from: ``logits / temperature``, before truncation.
+        outside_NV: bool, what truncation cut off; None if no row was truncated.
     """
 
     ids_N: Tensor
@@ -137,6 +139,8 @@ class Draws(NamedTuple):
     status_N: Tensor
     reported_NV: Tensor
     log_total_N: Tensor
+    scaled_NV: Tensor
+    outside_NV: Tensor | None
 
 
 def sample(
@@ -168,6 +172,7 @@ def sample(
         )
         scores_NV = scaled_NV.index_add(0, drawn, noise_DV)
     truncates_N = (top_k_N > 0) | (top_p_N < 1.0) | (min_p_N > 0.0)
+    outside_NV: Tensor | None = None
     cut = torch.nonzero(truncates_N & ~is_greedy_N).view(-1)
     if len(cut):
         support_CV = support_mask(
@@ -195,6 +200,8 @@ def sample(
         status_N,
         reported_NV,
         log_total_N,
+        scaled_NV,
+        outside_NV,
     )
 
 
@@ -204,7 +211,7 @@ def sample_greedy(logits_NV: Tensor) -> Draws:
     log_total_N = torch.logsumexp(logits_NV, dim=-1)
     is_finite_N = torch.isfinite(log_total_N) & ~torch.isnan(best_N)
     status_N = torch.where(is_finite_N, STATUS_OK, STATUS_NON_FINITE)
-    return Draws(ids_N, best_N - log_total_N, status_N, logits_NV, log_total_N)
+    return Draws(ids_N, best_N - log_total_N, status_N, logits_NV, log_total_N, logits_NV, None)
 
 
 def top_logprobs(logits_NV: Tensor, log_total_N: Tensor, num_top: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import msgspec
 
 from dovetail.core.generation import Generation, StreamEvent
+from dovetail.core.routes import sglang_rows
+from dovetail.replay.records import RouteTrace
 from dovetail.server.body import off_loop
 from dovetail.server.errors import HttpError
 from dovetail.server.openai.body import CallFields, StreamOptions
@@ -49,11 +51,19 @@ class Answers:
         model: the served name.
         requests: of the prompts, in order; choices are numbered prompt by prompt.
         choices: of the route.
+        num_layers: of the model, dense ones included.
     """
 
     def __init__(
-        self, call: CallFields, model: str, requests: Sequence[Request], choices: Choices
+        self,
+        call: CallFields,
+        model: str,
+        requests: Sequence[Request],
+        choices: Choices,
+        *,
+        num_layers: int,
     ) -> None:
+        self._num_layers = num_layers
         self._requests = requests
         self._choices = choices
         self._options = call.stream_options or StreamOptions()
@@ -73,26 +83,47 @@ class Answers:
             HttpError: a generation failed.
         """
         answers = await traffic.finish(self._requests)
-        size = sum(len(g.token_ids) + len(g.prompt_logprobs) for some in answers for g in some)
-        return await off_loop(size * _CHOICE_BYTES_PER_TOKEN, lambda: self._encode(answers))
+        size = sum(
+            (len(g.token_ids) + len(g.prompt_logprobs)) * _CHOICE_BYTES_PER_TOKEN + g.captured_bytes
+            for some in answers
+            for g in some
+        )
+        return await off_loop(size, lambda: self._encode(answers))
 
     async def stream(self, traffic: Traffic) -> AsyncGenerator[bytes, None]:
         """Run the requests and yield the events' data."""
         usage = _RunningUsage(self._requests)
+        num_tokens: dict[int, int] = {}
         async with aclosing(traffic.run(self._requests)) as all_news:
             async for index, event in all_news:
                 usage.add(index, event)
+                place = self._first_of[index] + event.sample_index
+                num_tokens[place] = num_tokens.get(place, 0) + len(event.token_ids)
                 request = self._requests[index]
                 choice = self._choices.part((index, event.sample_index), request, event)
                 if not choice:
                     continue
-                place = self._first_of[index] + event.sample_index
-                yield self._event([_choice(place, choice, event.finish_reason)], usage)
+                rows = self._rows(request, event.routes, num_tokens[place])
+                whole = _choice(place, choice, event.finish_reason) | _meta_of(rows)
+                yield self._event([whole], usage, rows if place == 0 else None)
         if self._options.include_usage:
             yield self._event([], usage)
 
-    def _event(self, choices: list[dict[str, Any]], usage: "_RunningUsage") -> bytes:
+    def _rows(self, request: Request, routes: RouteTrace | None, num_tokens: int) -> str | None:
+        """Return the expert rows of a generation that has ended, if there are any."""
+        if routes is None:
+            return None
+        return sglang_rows(
+            routes,
+            num_layers=self._num_layers,
+            total_len=len(request.prompt_token_ids) + num_tokens,
+        )
+
+    def _event(
+        self, choices: list[dict[str, Any]], usage: "_RunningUsage", rows: str | None = None
+    ) -> bytes:
         event = {"object": self._choices.part_kind} | self._head | {"choices": choices}
+        event |= _extension_of(rows)
         if self._options.include_usage or self._options.continuous_usage_stats:
             is_told = self._options.continuous_usage_stats or not choices
             event["usage"] = usage.value() if is_told else None
@@ -102,11 +133,14 @@ class Answers:
         choices: list[dict[str, Any]] = []
         usage = _RunningUsage(self._requests)
         versions: list[str] = []
+        first_rows: str | None = None
         for index, (request, generations) in enumerate(zip(self._requests, answers, strict=True)):
             for generation in generations:
                 place = self._first_of[index] + generation.sample_index
                 choice = self._choices.whole((index, generation.sample_index), request, generation)
-                choices.append(_choice(place, choice, generation.finish_reason))
+                rows = self._rows(request, generation.routes, len(generation.token_ids))
+                first_rows = rows if place == 0 else first_rows
+                choices.append(_choice(place, choice, generation.finish_reason) | _meta_of(rows))
                 usage.count(
                     index, generation.usage.completion_tokens, generation.usage.cached_tokens
                 )
@@ -119,6 +153,7 @@ class Answers:
                 "usage": usage.value(),
                 "metadata": {"weight_version": versions[-1] if versions else "0"},
             }
+            | _extension_of(first_rows)
         )
 
 
@@ -147,6 +182,15 @@ class _RunningUsage:
             "total_tokens": self._num_prompt + self._num_generated,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
         }
+
+
+def _meta_of(rows: str | None) -> dict[str, Any]:
+    return {} if rows is None else {"meta_info": {"routed_experts": rows}}
+
+
+def _extension_of(rows: str | None) -> dict[str, Any]:
+    """Return SGLang's extension of a reply, which has room for one choice's rows: the first's."""
+    return {} if rows is None else {"sglext": {"routed_experts": rows}}
 
 
 def _choice(index: int, choice: dict[str, Any], reason: FinishReason | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import msgspec
 
 from dovetail.errors import RequestError
 from dovetail.server.body import typed
-from dovetail.wire.request import LogprobParams, SamplingParams
+from dovetail.wire.request import CaptureParams, LogprobParams, SamplingParams
 
 IGNORED = (
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -24,7 +24,7 @@ UNSUPPORTED = (
     "tools", "functions", "function_call", "response_format", "reasoning_effort", "audio",
     "web_search_options", "suffix", "best_of", "json_schema", "regex", "ebnf", "structural_tag",
     "lora_path", "session_params", "custom_logit_processor", "custom_params",
-    "return_hidden_states", "return_routed_experts", "return_meta_info", "return_token_ids",
+    "return_hidden_states", "return_meta_info", "return_token_ids",
     "return_prompt_token_ids", "continue_final_message", "input_ids", "stop_regex",
 )  # fmt: skip
 
@@ -33,6 +33,8 @@ _RENAMED = {
     "sampling_params.min_new_tokens": "min_tokens",
     "sampling_params.sampling_seed": "seed",
     "top_logprobs_num": "top_logprobs",
+    "capture": "return_routed_experts",
+    "capture.start_len": "routed_experts_start_len",
 }
 
 
@@ -116,6 +118,7 @@ class CallFields(msgspec.Struct, frozen=True, kw_only=True):
         rid: the client's label, for ``/abort_request``.
         priority: see ``Request``.
         extra_key, cache_salt: prefixes are shared only between requests with the same.
+        return_routed_experts, routed_experts_start_len: as for ``/generate``.
     """
 
     model: str | None = None
@@ -125,6 +128,14 @@ class CallFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     extra_key: str | None = None
     cache_salt: str | None = None
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+
+    @property
+    def capture(self) -> CaptureParams:
+        """Which columns the engine is asked for."""
+        columns = ("experts",) if self.return_routed_experts else ()
+        return CaptureParams(columns=columns, start_len=self.routed_experts_start_len)
 
 
 class ChatFields(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,7 +39,10 @@ class ChatRoute:
         except RequestError as error:
             raise renamed(error, "messages") from None
         choices = ChatChoices(self._client.tokenizer, with_logprobs=chat.logprobs)
-        answers = Answers(call, self._settings.model_name, [request], choices)
+        num_layers = self._client.config.model.num_layers
+        answers = Answers(
+            call, self._settings.model_name, [request], choices, num_layers=num_layers
+        )
         if call.stream:
             return EventStream(answers.stream(self._traffic))
         content = await unless_gone(http.receive, answers.whole(self._traffic))
@@ -53,6 +56,7 @@ class ChatRoute:
             token_ids,
             sampling.params(room if room > 0 else None),
             logprobs=chat.asked(),
+            capture=call.capture,
             priority=call.priority,
             label=call.rid,
             namespace=namespace_of(call.extra_key, call.cache_salt),

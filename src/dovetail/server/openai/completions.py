@@ -56,7 +56,8 @@ class CompletionRoute:
             self._echoes(fields, requests) if fields.echo else [],
             with_logprobs=fields.logprobs is not None,
         )
-        answers = Answers(call, self._settings.model_name, requests, choices)
+        num_layers = self._client.config.model.num_layers
+        answers = Answers(call, self._settings.model_name, requests, choices, num_layers=num_layers)
         if call.stream:
             return EventStream(answers.stream(self._traffic))
         content = await unless_gone(http.receive, answers.whole(self._traffic))
@@ -75,6 +76,7 @@ class CompletionRoute:
                         token_ids,
                         sampling.params(DEFAULT_MAX_TOKENS),
                         logprobs=asked,
+                        capture=call.capture,
                         priority=call.priority,
                         label=call.rid,
                         namespace=namespace_of(call.extra_key, call.cache_salt),

@@ -1,0 +1,1 @@
+"""Per-token side data that lives with the KV pages."""

@@ -1,0 +1,62 @@
+"""What the routers of the running forward write.
+
+Owns fixed-address buffers, one row for each forwarded token, which each forward writes anew: sized
+by the largest forward there can be, so no chunk is too long for them. From here the rows go to the
+sidecars (by cache slot) and, where a step asks, into its snapshot. Must not know slots or requests.
+
+Shape legend: T tokens, L MoE layers, K experts of a token.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dovetail.capture.sidecar import filled
+from dovetail.config.capture import ColumnSpec
+from dovetail.kernels import api
+
+
+class ExpertRecorder(Protocol):
+    """What a router may know of capture."""
+
+    def record(self, moe_layer: int, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        """Take down the experts of the step's tokens.
+
+        Args:
+            moe_layer: number of the layer among those with experts.
+            ids_TK: int64, logical ids in the router's order, before any remapping.
+            weights_TK: float32, as the experts' outputs are weighted.
+        """
+        ...
+
+
+class StepRows:
+    """The rows of one forward; an ``ExpertRecorder``.
+
+    Engine state: changed on the compute lane only. A row that no router wrote is poison, not that
+    of the forward before.
+
+    Attributes:
+        buffers: column -> [most tokens, L, K].
+    """
+
+    def __init__(
+        self, specs: Mapping[str, ColumnSpec], max_tokens: int, *, device: torch.device
+    ) -> None:
+        self._specs = specs
+        self.buffers = {
+            name: filled(spec, max_tokens, device=device) for name, spec in specs.items()
+        }
+
+    def begin(self, num_tokens: int) -> None:
+        """Forget the rows of the forward before."""
+        for name, buffer in self.buffers.items():
+            api.fill_rows(buffer, slice(num_tokens), self._specs[name].poison)
+
+    def record(self, moe_layer: int, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        """See ``ExpertRecorder``."""
+        for name, values_TK in (("experts", ids_TK), ("expert_weights", weights_TK)):
+            if name in self.buffers:
+                api.store_layer(self.buffers[name], moe_layer, values_TK)

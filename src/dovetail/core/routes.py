@@ -1,0 +1,99 @@
+"""Captured columns in replies: SGLang's form of expert rows, and our own.
+
+Owns both shapes, as pure functions of rows. Ours says what it holds, and takes a byte or two an id;
+SGLang's is int32 over all layers, its shape and start known to the client alone.
+"""
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.replay.records import RouteTrace
+
+Columns = Mapping[str, NDArray[np.generic]]
+
+
+class RoutesAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reply is to hold of the captured columns.
+
+    Attributes:
+        sglang: ``routed_experts``, in the last event of a stream.
+        own: ``captured``, the rows that are new in this reply, and in the last one ``routes``.
+        num_layers: of the model, dense ones included.
+        start_len: position of the first row that was asked for.
+    """
+
+    sglang: bool
+    own: bool
+    num_layers: int
+    start_len: int = 0
+
+
+def sglang_rows(routes: RouteTrace, *, num_layers: int, total_len: int) -> str:
+    """Return rows in SGLang's form: base64 of little-endian int32 [rows, layers, k], C order.
+
+    Dense layers hold 0, as they do there and nowhere else. There is a row for each position from
+    the trace's start to ``total_len - 2``: the last token's is left out even where nothing was
+    sampled and it was an input.
+
+    Args:
+        routes: the rows.
+        num_layers: of the model, dense ones included.
+        total_len: tokens of prompt and output.
+    """
+    num_rows = min(routes.num_rows, max(total_len - 1 - routes.start, 0))
+    rows = np.zeros((num_rows, num_layers, routes.num_experts_per_tok), dtype="<i4")
+    rows[:, list(routes.layer_ids)] = routes.ids[:num_rows]
+    return base64.b64encode(rows.tobytes()).decode("ascii")
+
+
+def own_rows(columns: Columns, *, start: int) -> dict[str, dict[str, Any]]:
+    """Return columns whose first row is of position ``start``; ``data`` is bytes.
+
+    In JSON bytes are base64, in msgpack they are what they are.
+    """
+    return {
+        name: {
+            "start": start,
+            "dtype": rows.dtype.name,
+            "shape": list(rows.shape),
+            "data": rows.tobytes(),
+        }
+        for name, rows in columns.items()
+    }
+
+
+def routes_reply(
+    asked: RoutesAsked | None,
+    columns: Columns,
+    routes: RouteTrace | None,
+    *,
+    start: int,
+    total_len: int,
+) -> dict[str, Any]:
+    """Return what a reply's ``meta_info`` has of captured columns.
+
+    Args:
+        asked: None for nothing.
+        columns: the rows that are new in this reply.
+        routes: all expert rows, in the last reply of a generation; None before, or without.
+        start: position of the first new row.
+        total_len: tokens of prompt and output so far.
+    """
+    reply: dict[str, Any] = {}
+    if asked is None:
+        return reply
+    if asked.sglang and routes is not None:
+        reply["routed_experts"] = sglang_rows(
+            routes, num_layers=asked.num_layers, total_len=total_len
+        )
+        reply["routed_experts_start_len"] = routes.start
+    if asked.own and columns:
+        reply["captured"] = own_rows(columns, start=start)
+    if asked.own and routes is not None:
+        reply["routes"] = routes.header
+    return reply

@@ -1,0 +1,59 @@
+"""Captured per-token columns as they leave the engine.
+
+Owns the names of the columns and what is told beside their rows. What a row holds, and where it
+lives until then, must not be known here.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from dovetail.wire.tensor import TensorEnvelope
+
+ColumnName = Literal["tokens", "experts", "expert_weights"]
+"""``tokens``: the input token, int32. ``experts``: the ids that each MoE layer chose, in its own
+order, ``[moe layers, k]``. ``expert_weights``: their router weights, float32 of the same shape."""
+
+
+MAX_BYTE_EXPERTS = 255
+"""Up to so many experts an id is a byte: one value must be left that is no id."""
+
+
+def expert_dtype(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """Return the dtype of expert ids."""
+    return np.dtype(np.uint8 if num_experts <= MAX_BYTE_EXPERTS else np.uint16)
+
+
+class CaptureSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """Neighbouring rows with one history.
+
+    Attributes:
+        start, end: absolute positions, ``end`` excluded.
+        epoch: weights epoch of the forward that the rows come from.
+        num_recomputed: how often these positions were forwarded again after their rows had been
+            recorded, because their sequence had lost its memory.
+        num_differing: rows of the span that a later forward, or cache, did not reproduce. Tokens
+            sampled since then saw those; the rows here are the recorded ones.
+    """
+
+    start: int
+    end: int
+    epoch: int
+    num_recomputed: int = 0
+    num_differing: int = 0
+
+
+class CapturedRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of one column.
+
+    Attributes:
+        start: absolute position of the first row.
+        rows: first axis is the position. A row says what was so when the token of its position
+            was the *input*; the last sampled token was none, so it has no row.
+        spans: of all rows of the generation; in its last event only.
+    """
+
+    start: int
+    rows: TensorEnvelope
+    spans: tuple[CaptureSpan, ...] = ()
