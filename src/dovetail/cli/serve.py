@@ -9,6 +9,7 @@ import logging
 import sys
 from typing import Any
 
+import dovetail
 from dovetail.cli.options import add_engine_flags, engine_options, positive
 from dovetail.cli.progress import open_client
 from dovetail.config.resolve import kv_page_bytes
@@ -107,7 +108,9 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     if hasattr(args, "max_body_bytes"):
         given["max_body_bytes"] = args.max_body_bytes
     name = args.served_model_name or getattr(args, "model", _EMBEDDED_NAME)
-    return ServerSettings(model_name=name, api_key=args.api_key, **given)
+    return ServerSettings(
+        model_name=name, version=dovetail.__version__, api_key=args.api_key, **given
+    )
 
 
 def describe(model_name: str, config: EngineConfig) -> str:

@@ -4,7 +4,6 @@ Owns SGLang's names for the settings, on which rollout frameworks compare server
 """
 
 import time
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -90,7 +89,7 @@ class InfoRoutes:
                 "model_path": config.model_folder,
                 "tokenizer_path": config.model_folder,
                 "served_model_name": self._settings.model_name,
-                "version": version("dovetail"),
+                "version": self._settings.version,
                 "dtype": config.dtype,
                 "device": config.device,
                 "context_length": config.context_len,

@@ -136,6 +136,11 @@ class HttpServer:
         await closing
         await asyncio.sleep(self._drain_s)
         self._server.force_exit = True
+        # From Python 3.12 on, a server is closed only when its connections are, and one with bytes
+        # that nobody reads closes never.
+        for connection in list(self._server.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
 
 def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:

@@ -10,6 +10,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model_name: what ``/v1/models`` lists and what a request's ``model`` must be.
+        version: of this package, as ``/server_info`` gives it.
         api_key: what clients must send as a bearer token; None lets everybody in.
         max_body_bytes: longest request body that is read.
         keep_alive_s: how long an idle connection stays open. Longer than a rollout client's pause
@@ -19,6 +20,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model_name: str
+    version: str
     api_key: str | None = None
     max_body_bytes: int = 64 * 2**20
     keep_alive_s: int = 600

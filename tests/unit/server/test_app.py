@@ -45,7 +45,7 @@ def client() -> Mock:
 
 @pytest.fixture
 def app(client: Mock) -> Application:
-    return Application(client, ServerSettings(model_name="m"))
+    return Application(client, ServerSettings(model_name="m", version="0"))
 
 
 def test_what_nobody_expected_tells_the_log_and_not_the_client(
@@ -100,7 +100,7 @@ def test_exceptions_have_a_status(error: Exception, status: int, code: str | Non
 
 
 def test_a_body_that_does_not_come_is_given_up(client: Mock) -> None:
-    app = Application(client, ServerSettings(model_name="m", body_s=0.01))
+    app = Application(client, ServerSettings(model_name="m", version="0", body_s=0.01))
 
     async def receive() -> dict[str, Any]:
         if not sent_first:
