@@ -1,20 +1,15 @@
 """Captured per-token columns as they leave the engine.
 
-Owns the names of the columns and what is told beside their rows. What a row holds, and where it
+Owns what is told beside their rows, and the type of expert ids. What a row holds, and where it
 lives until then, must not be known here.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from dovetail.wire.tensor import TensorEnvelope
-
-ColumnName = Literal["tokens", "experts", "expert_weights"]
-"""``tokens``: the input token, int32. ``experts``: the ids that each MoE layer chose, in its own
-order, ``[moe layers, k]``. ``expert_weights``: their router weights, float32 of the same shape."""
-
 
 MAX_BYTE_EXPERTS = 255
 """Up to so many experts an id is a byte: one value must be left that is no id."""

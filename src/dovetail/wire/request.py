@@ -93,7 +93,9 @@ class CaptureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Which per-token columns are handed back.
 
     Attributes:
-        columns: their names, see ``wire.capture.ColumnName``; the engine must capture them.
+        columns: ``tokens``: the input token, int32. ``experts``: the ids that each MoE layer
+            chose, in its own order, [MoE layers, k]. ``expert_weights``: their weights, float32
+            of that shape. The engine must capture them; ``tokens`` it always does.
         start_len: position of the first row, at most the length of the prompt.
         interval: hand rows back while the generation runs, whenever there are so many; 0 hands
             back all of them with the last event.
