@@ -9,10 +9,11 @@ import pytest
 from dovetail.config.resolve import options_from, resolve
 from dovetail.config.schema import EngineConfig, EngineOptions
 from dovetail.errors import InvariantError
+from dovetail.wire.capture import CapturedRows, CaptureSpan
 from dovetail.wire.codec import FROM_ENGINE, TO_ENGINE
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close
 from dovetail.wire.process import Ended, Events, Heartbeat, Loading, Ready, Refused, Start
-from dovetail.wire.request import LogprobParams, Request, SamplingParams
+from dovetail.wire.request import CaptureParams, LogprobParams, Request, SamplingParams
 from dovetail.wire.result import FinishReason, Scores, TokenEvent, Usage
 from dovetail.wire.status import EngineStats
 from dovetail.wire.tensor import TensorEnvelope
@@ -34,7 +35,7 @@ REQUEST = Request(
     logprobs=LogprobParams(kind="raw", logprob_start_len=0, token_ids_logprob=(4, 5)),
     group="a group",
     priority=-(2**31),
-    capture=("tokens",),
+    capture=CaptureParams(columns=("tokens", "experts"), start_len=2, interval=5),
     label="mine",
 )
 STATS = EngineStats(
@@ -55,7 +56,13 @@ EVENT = TokenEvent(
     prompt_scores=Scores(logprobs=(-1 / 3,)),
     finish=FinishReason(type="stop", matched="end"),
     usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1, num_retractions=4),
-    captured={"tokens": TensorEnvelope.pack(np.arange(6, dtype=np.int32).reshape(3, 2))},
+    captured={
+        "tokens": CapturedRows(
+            start=2,
+            rows=TensorEnvelope.pack(np.arange(6, dtype=np.int32).reshape(3, 2)),
+            spans=(CaptureSpan(start=2, end=5, epoch=1, num_differing=1),),
+        )
+    },
 )
 
 
@@ -95,7 +102,7 @@ def test_a_matched_id_stays_a_number_and_an_array_an_array():
     event = msgspec.structs.replace(EVENT, finish=FinishReason(type="stop", matched=5))
     (got,) = FROM_ENGINE.decode(FROM_ENGINE.encode(Events((event,)))).events
     assert got.finish.matched == 5
-    assert got.captured["tokens"].unpack().tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert got.captured["tokens"].rows.unpack().tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize(
