@@ -12,9 +12,9 @@ tokens are legal everywhere: they give finite junk, and where an operation write
 their slot is a *sink*, a slot that nobody reads and several may write.
 
 Shape legend: T tokens, H query heads, K KV heads or, in the mixture-of-experts ops, experts per
-token, D head dim, F = (H + 2 K) D, P positions, C cache slots, S slots of the page table, B pages of
-a sequence, N query tiles or rows that sample, W work items, L MoE layers, M model dim, E experts,
-I expert inner dim, V vocabulary.
+token, D head dim, F = (H + 2 K) D, P positions, C cache slots, S slots of the page table, B pages
+of a sequence, N query tiles or rows that sample, W work items, L MoE layers, M model dim,
+E experts, I expert inner dim, V vocabulary.
 """
 
 from dataclasses import dataclass

@@ -1,22 +1,21 @@
 """The gated activation of Llama-like MLPs; computed in float32, rounded once."""
 
-import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from dovetail.kernels.triton.tiles import RowTiles
+from dovetail.kernels.triton.jit import jit
+from dovetail.kernels.triton.tiles import RowTiles, ceil_div
 
 _BLOCK = 1024
 
 
-@triton.jit
+@jit
 def silu(x):
     """Return ``x * sigmoid(x)`` of a float32 tile."""
     return x / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -34,6 +33,6 @@ def silu_mul(gate_up: Tensor, *, tiles: RowTiles) -> Tensor:
     width = both // 2
     out = gate_up.new_empty(*leading, width)
     if out.numel():
-        grid = (out.numel() // width, triton.cdiv(width, _BLOCK))
+        grid = (out.numel() // width, ceil_div(width, _BLOCK))
         _silu_mul_kernel[grid](gate_up, out, width, BLOCK=_BLOCK, num_warps=tiles.num_warps)
     return out

@@ -12,17 +12,17 @@ Shape legend: as in ``kernels.backend``; Q queries of a tile, Z partial results.
 import math
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dovetail.kernels.backend import KEY_BLOCK, QueryTiles, WorkItems
-from dovetail.kernels.triton.tiles import AttentionTiles, SplitTiles
+from dovetail.kernels.triton.jit import jit
+from dovetail.kernels.triton.tiles import AttentionTiles, SplitTiles, power_of_two
 
 _LOG2_E = math.log2(math.e)
 
 
-@triton.jit
+@jit
 def _split_kernel(
     tiles_ptr, items_ptr, TILES, ITEMS, WINDOW: tl.constexpr, KEY_BLOCK: tl.constexpr,
     MIN_BLOCKS: tl.constexpr, EXTRA: tl.constexpr, BLOCK: tl.constexpr,
@@ -89,12 +89,12 @@ def split_keys(
     _split_kernel[(1,)](
         queries.tiles_N4, work.items_W8, num_tiles, num_items, WINDOW=window, KEY_BLOCK=KEY_BLOCK,
         MIN_BLOCKS=tiles.min_keys // KEY_BLOCK, EXTRA=tiles.num_extra,
-        BLOCK=triton.next_power_of_2(num_tiles), num_warps=4,
+        BLOCK=power_of_two(num_tiles), num_warps=4,
     )  # fmt: skip
     return work
 
 
-@triton.jit
+@jit
 def _go_through(
     acc, top, total, q, position, k_ptr, v_ptr, pages_ptr, begin, end, scale, slot_stride,
     DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr,
@@ -128,7 +128,22 @@ def _go_through(
     return acc, top, total
 
 
-@triton.jit
+@jit
+def _arrive(
+    acc, top, total, partial_ptr, state_ptr, arrivals_ptr, cell,
+    QUERIES: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Leave a partial result; return how many of its tile there are now."""
+    query, dim = tl.arange(0, QUERIES), tl.arange(0, DIM)
+    cell = cell.to(tl.int64) * QUERIES + query
+    tl.store(state_ptr + 2 * cell, top)
+    tl.store(state_ptr + 2 * cell + 1, total)
+    tl.store(partial_ptr + cell[:, None] * DIM + dim[None, :], acc)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    return tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") + 1
+
+
+@jit
 def _join(
     partial_ptr, state_ptr, first_item, num_items, head,
     KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr,
@@ -154,7 +169,18 @@ def _join(
     return acc, top, total
 
 
-@triton.jit
+@jit
+def _normalise(acc, top, total, sinks_ptr, query_head):
+    """Divide by the sum of the softmax; zeros where there was no key."""
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + query_head).to(tl.float32) * 1.4426950408889634
+        above = tl.maximum(top, sink)
+        total = total * tl.exp2(top - above) + tl.exp2(sink - above)
+        acc *= tl.exp2(top - above)[:, None]
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@jit
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, pages_ptr, items_ptr, arrivals_ptr, partial_ptr, state_ptr,
     sinks_ptr, scale, q_stride, slot_stride, pages_stride,
@@ -198,24 +224,18 @@ def _attend_kernel(
 
     is_done = num_items == 1
     if num_items > 1:
-        cell = (item * KV_HEADS + head).to(tl.int64) * QUERIES + query
-        tl.store(state_ptr + 2 * cell, top)
-        tl.store(state_ptr + 2 * cell + 1, total)
-        tl.store(partial_ptr + cell[:, None] * DIM + dim[None, :], acc)
-        tl.debug_barrier()  # all threads have stored before one of them says so
         arrivals_ptr += first_item * KV_HEADS + head
-        is_done = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == num_items - 1
+        arrived = _arrive(
+            acc, top, total, partial_ptr, state_ptr, arrivals_ptr, item * KV_HEADS + head,
+            QUERIES, DIM,
+        )  # fmt: skip
+        is_done = arrived == num_items
         if is_done:
             tl.store(arrivals_ptr, 0)
             acc, top, total = _join(
                 partial_ptr, state_ptr, first_item, num_items, head, KV_HEADS, QUERIES, DIM
             )
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + query_head).to(tl.float32) * 1.4426950408889634
-        above = tl.maximum(top, sink)
-        total = total * tl.exp2(top - above) + tl.exp2(sink - above)
-        acc *= tl.exp2(top - above)[:, None]
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = _normalise(acc, top, total, sinks_ptr, query_head)
     tl.store(
         out_ptr + row[:, None] * (KV_HEADS * GROUP * DIM) + offsets,
         out.to(out_ptr.dtype.element_ty), mask=is_query & is_done,
@@ -243,7 +263,7 @@ def paged_attention(
     assert k_cache_CKD.stride() == v_cache_CKD.stride() and page_table_SB.stride(1) == 1
     if out_THD is None:
         out_THD = q_THD.new_empty(num_tokens, num_heads, dim)
-    num_queries = max(16, triton.next_power_of_2(work.max_tokens * group))
+    num_queries = max(16, power_of_two(work.max_tokens * group))
     partial_shape = (work.num_partials, num_kv_heads, num_queries)
     partial_ZKQD = q_THD.new_empty(*partial_shape, dim, dtype=torch.float32)
     state_ZKQ2 = q_THD.new_empty(*partial_shape, 2, dtype=torch.float32)

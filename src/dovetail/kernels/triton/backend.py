@@ -75,9 +75,7 @@ class TritonKernels:
     ) -> WorkItems:
         """See ``Kernels.split_keys``."""
         tiles = self._table.split(len(queries.tiles_N4), queries.max_tokens, num_kv_heads)
-        return attention.split_keys(
-            queries, num_kv_heads=num_kv_heads, window=window, tiles=tiles
-        )
+        return attention.split_keys(queries, num_kv_heads=num_kv_heads, window=window, tiles=tiles)
 
     def paged_attention(
         self,
@@ -123,7 +121,7 @@ class TritonKernels:
     ) -> Tensor:
         """See ``Kernels.fused_moe``."""
         weights = (weights_TK, w_gate_up_E2IM, w_down_EMI)
-        tiles = self._table.experts(*ids_TK.shape, len(w_down_EMI))
+        tiles = self._table.experts(len(ids_TK), ids_TK.shape[1], len(w_down_EMI))
         if isinstance(tiles, SlotwiseTiles):
             return experts.slotwise_moe(x_TM, ids_TK, *weights, tiles=tiles)
         return experts.grouped_moe(x_TM, ids_TK, *weights, tiles=tiles)
@@ -144,5 +142,5 @@ class TritonKernels:
             seed_N=seed_N,
             position_N=position_N,
             sample_index_N=sample_index_N,
-            tiles=self._table.sample(*logits_NV.shape),
+            tiles=self._table.sample(len(logits_NV), logits_NV.shape[1]),
         )

@@ -14,19 +14,25 @@ runs of rows.
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dovetail.kernels.triton.activation import silu
-from dovetail.kernels.triton.tiles import GemmTiles, GroupedTiles, SlotwiseTiles, ceil_div
+from dovetail.kernels.triton.jit import jit
+from dovetail.kernels.triton.tiles import (
+    GemmTiles,
+    GroupedTiles,
+    SlotwiseTiles,
+    ceil_div,
+    power_of_two,
+)
 
 _SORT_CELLS = 8192
 """Slots of a program of the sort, times experts."""
 _COMBINE_COLUMNS = 1024
 
 
-@triton.jit
+@jit
 def _up_slot_kernel(
     x_ptr, ids_ptr, w_ptr, hidden_ptr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -52,7 +58,7 @@ def _up_slot_kernel(
     tl.store(target, hidden.to(hidden_ptr.dtype.element_ty), mask=column < INNER)
 
 
-@triton.jit
+@jit
 def _down_slot_kernel(
     hidden_ptr, ids_ptr, weights_ptr, w_ptr, out_ptr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     INNER: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -119,7 +125,7 @@ class SlotRuns(NamedTuple):
     counts_E: Tensor
 
 
-@triton.jit
+@jit
 def _count_kernel(ids_ptr, counts_ptr, rank_ptr, SLOTS, BLOCK: tl.constexpr):
     """Count the slots of each expert; a slot's rank is how many were there before it."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -129,7 +135,7 @@ def _count_kernel(ids_ptr, counts_ptr, rank_ptr, SLOTS, BLOCK: tl.constexpr):
     tl.store(rank_ptr + slot, rank, mask=is_real)
 
 
-@triton.jit
+@jit
 def _place_kernel(
     ids_ptr, counts_ptr, rank_ptr, order_ptr, runs_ptr, SLOTS, EXPERTS, RUNS,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
@@ -173,7 +179,7 @@ def sort_slots(ids_TK: Tensor, num_experts: int, *, rows: int) -> SlotRuns:
     _count_kernel[(ceil_div(num_slots, 256),)](
         ids_TK, counts_E, rank_S, num_slots, BLOCK=256, num_warps=4
     )
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = power_of_two(num_experts)
     block = max(16, _SORT_CELLS // block_e)
     _place_kernel[(ceil_div(max(num_slots, num_runs), block),)](
         ids_TK, counts_E, rank_S, order_S, runs_N3, num_slots, num_experts, num_runs,
@@ -182,7 +188,7 @@ def sort_slots(ids_TK: Tensor, num_experts: int, *, rows: int) -> SlotRuns:
     return SlotRuns(order_S, runs_N3, counts_E)
 
 
-@triton.jit
+@jit
 def _up_run_kernel(
     x_ptr, w_ptr, order_ptr, runs_ptr, hidden_ptr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     INNER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -220,7 +226,7 @@ def _up_run_kernel(
     tl.store(target, hidden, mask=(row < num_rows)[:, None] & (column < INNER)[None, :])
 
 
-@triton.jit
+@jit
 def _down_run_kernel(
     hidden_ptr, w_ptr, order_ptr, runs_ptr, y_ptr, WIDTH: tl.constexpr, INNER: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -254,7 +260,7 @@ def _down_run_kernel(
     tl.store(target, y.to(y_ptr.dtype.element_ty), mask=is_real)
 
 
-@triton.jit
+@jit
 def _combine_kernel(
     y_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
@@ -274,7 +280,7 @@ def combine(y_SM: Tensor, weights_TK: Tensor) -> Tensor:
     num_tokens, top_k = weights_TK.shape
     width = y_SM.shape[1]
     out_TM = y_SM.new_empty(num_tokens, width)
-    columns = min(_COMBINE_COLUMNS, triton.next_power_of_2(width))
+    columns = min(_COMBINE_COLUMNS, power_of_two(width))
     _combine_kernel[(num_tokens, ceil_div(width, columns))](
         y_SM, weights_TK, out_TM, TOP_K=top_k, WIDTH=width, COLUMNS=columns, num_warps=4
     )

@@ -1,6 +1,6 @@
-"""The experts' MLPs through torch's own grouped matrix product, sorted and combined by our kernels.
+"""The experts' MLPs through torch's own grouped matrix product; sort and sum are ours.
 
-Same signature and meaning as ``experts.grouped_moe``; rows of M and I must be multiples of 16 bytes.
+Signature and meaning of ``experts.grouped_moe``; rows of M and I must be multiples of 16 bytes.
 """
 
 import torch

@@ -1,14 +1,14 @@
 """RMS norm, alone and with the residual sum before it; a row a program."""
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from dovetail.kernels.triton.tiles import RowTiles
+from dovetail.kernels.triton.jit import jit
+from dovetail.kernels.triton.tiles import RowTiles, power_of_two
 
 
-@triton.jit
+@jit
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, WIDTH, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -59,5 +59,5 @@ def _launch(
         return
     _norm_kernel[(x.numel() // width,)](
         x, residual, weight, out, total, eps, width,
-        BLOCK=triton.next_power_of_2(width), num_warps=tiles.num_warps,
+        BLOCK=power_of_two(width), num_warps=tiles.num_warps,
     )  # fmt: skip

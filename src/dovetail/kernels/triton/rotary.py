@@ -3,21 +3,21 @@
 Shape legend: as in ``kernels.backend``; G heads of one program.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from dovetail.kernels.triton.tiles import RotateTiles
+from dovetail.kernels.triton.jit import jit
+from dovetail.kernels.triton.tiles import RotateTiles, ceil_div
 
 
-@triton.jit
+@jit
 def _weight(q_weight_ptr, k_weight_ptr, dim, is_query):
     q_weight = tl.load(q_weight_ptr + dim).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + dim).to(tl.float32)
     return tl.where(is_query[:, None], q_weight[None, :], k_weight[None, :])
 
 
-@triton.jit
+@jit
 def _rotate_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr,
     q_ptr, k_cache_ptr, v_cache_ptr, qkv_stride, k_stride, v_stride, eps,
@@ -82,7 +82,7 @@ def rotate_and_store(
     q_THD = qkv_TF.new_empty(num_tokens, num_heads, dim)
     if not num_tokens:
         return q_THD
-    grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, tiles.heads))
+    grid = (num_tokens, ceil_div(num_heads + 2 * num_kv_heads, tiles.heads))
     _rotate_kernel[grid](
         qkv_TF, q_weight_D, k_weight_D, cos_sin_P2D, positions_T, kv_slots_T,
         q_THD, k_cache_CKD, v_cache_CKD,

@@ -1,4 +1,4 @@
-"""Routing: softmax over the experts, the k largest, and the record of the choice; a token a program.
+"""Routing: softmax over the experts, the k largest, and the record of the choice.
 
 Experts are compared by one integer each, the logit's bits in an order that integers share with
 floats, above the id counted backwards: so a maximum over integers is exact, breaks ties by id, and
@@ -6,28 +6,29 @@ has a place for NaN.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dovetail.kernels.backend import Capture
-from dovetail.kernels.triton.tiles import RowTiles
+from dovetail.kernels.triton.jit import jit
+from dovetail.kernels.triton.tiles import RowTiles, power_of_two
+
+_LEAST = tl.constexpr(-(2**63))
 
 
-@triton.jit
+@jit
 def _flip(bits):
     """From the bits of a float32 to an int32 of the same order, and back."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@triton.jit
+@jit
 def _route_kernel(
     logits_ptr, weights_ptr, ids_ptr, routes_ptr, slots_ptr, row_stride, slot_stride, layer_offset,
     EXPERTS, TOP_K: tl.constexpr, NORMALISES: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``routes_ptr`` None: nothing is recorded."""
-    LEAST: tl.constexpr = -(2**63)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     is_real = expert < EXPERTS
@@ -40,13 +41,13 @@ def _route_kernel(
     order = _flip(x.to(tl.int32, bitcast=True))
     order = tl.where(x != x, -(2**31), order)
     key = (order.to(tl.int64) << 32) | (BLOCK_E - 1 - expert).to(tl.int64)
-    key = tl.where(is_real, key, LEAST)
+    key = tl.where(is_real, key, _LEAST)
     rank = tl.arange(0, BLOCK_K)
-    chosen = tl.full((BLOCK_K,), LEAST, tl.int64)
+    chosen = tl.full((BLOCK_K,), _LEAST, tl.int64)
     for i in tl.static_range(TOP_K):
         best = tl.max(key, axis=0)
         chosen = tl.where(rank == i, best, chosen)
-        key = tl.where(key == best, LEAST, key)
+        key = tl.where(key == best, _LEAST, key)
 
     is_chosen = rank < TOP_K
     ids = BLOCK_E - 1 - (chosen & 0xFFFFFFFF).to(tl.int32)
@@ -85,7 +86,7 @@ def route(
     _route_kernel[(num_tokens,)](
         logits_TE, weights_TK, ids_TK, routes, slots, logits_TE.stride(0), slot_stride,
         layer_offset, num_experts, TOP_K=k, NORMALISES=norm_topk_prob,
-        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_K=triton.next_power_of_2(k),
+        BLOCK_E=power_of_two(num_experts), BLOCK_K=power_of_two(k),
         num_warps=tiles.num_warps,
     )  # fmt: skip
     return weights_TK, ids_TK

@@ -7,15 +7,15 @@ Shape legend: N rows that sample, V vocabulary, S programs of a row.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dovetail.kernels.backend import PlainDraws
-from dovetail.kernels.triton.tiles import SampleTiles
+from dovetail.kernels.triton.jit import jit
+from dovetail.kernels.triton.tiles import SampleTiles, ceil_div, power_of_two
 
 
-@triton.jit
+@jit
 def random_words(seed, position, sample_index, first_token, BLOCK: tl.constexpr):
     """Return the random words of BLOCK tokens, uint32; ``first_token`` is a multiple of 4."""
     block = (first_token // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
@@ -25,7 +25,7 @@ def random_words(seed, position, sample_index, first_token, BLOCK: tl.constexpr)
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
 
 
-@triton.jit
+@jit
 def gumbel(words):
     """Return the Gumbel noise of random words, float32.
 
@@ -39,7 +39,7 @@ def gumbel(words):
     return tl.maximum(-tl.log(exponential), -3.4028234663852886e38)
 
 
-@triton.jit
+@jit
 def _draw_kernel(
     logits_ptr, temperature_ptr, seed_ptr, position_ptr, index_ptr,
     score_ptr, id_ptr, top_ptr, total_ptr, row_stride, VOCAB, PER_SPLIT, BLOCK: tl.constexpr,
@@ -80,7 +80,7 @@ def _draw_kernel(
     tl.store(total_ptr + cell, tl.sum(total * tl.exp(top - origin), axis=0))
 
 
-@triton.jit
+@jit
 def _join_kernel(
     logits_ptr, temperature_ptr, score_ptr, id_ptr, top_ptr, total_ptr,
     ids_ptr, logprobs_ptr, status_ptr, log_total_ptr, row_stride, SPLITS, BLOCK: tl.constexpr,
@@ -118,8 +118,8 @@ def sample_plain(
     """See ``kernels.backend.Kernels.sample_plain``."""
     num_rows, vocab_size = logits_NV.shape
     assert logits_NV.stride(1) == 1
-    per_split = triton.cdiv(triton.cdiv(vocab_size, tiles.num_splits), tiles.tokens) * tiles.tokens
-    num_splits = triton.cdiv(vocab_size, per_split)
+    per_split = ceil_div(ceil_div(vocab_size, tiles.num_splits), tiles.tokens) * tiles.tokens
+    num_splits = ceil_div(vocab_size, per_split)
     floats_NS = [logits_NV.new_empty(num_rows, num_splits, dtype=torch.float32) for _ in range(3)]
     score_NS, top_NS, total_NS = floats_NS
     id_NS = logits_NV.new_empty(num_rows, num_splits, dtype=torch.int32)
@@ -139,6 +139,6 @@ def sample_plain(
     )  # fmt: skip
     _join_kernel[(num_rows,)](
         logits_NV, temperature_N, score_NS, id_NS, top_NS, total_NS, *draws, stride, num_splits,
-        BLOCK=triton.next_power_of_2(num_splits), num_warps=1,
+        BLOCK=power_of_two(num_splits), num_warps=1,
     )  # fmt: skip
     return draws

@@ -141,7 +141,9 @@ class TileTable:
         """``QueryTiles.max_tokens`` for prompt chunks; ``group``: query heads of a KV head."""
         return max(1, 128 // power_of_two(group))
 
-    def experts(self, num_tokens: int, top_k: int, num_experts: int) -> SlotwiseTiles | GroupedTiles:
+    def experts(
+        self, num_tokens: int, top_k: int, num_experts: int
+    ) -> SlotwiseTiles | GroupedTiles:
         """By the tokens that an expert has on average, padding included."""
         if num_tokens <= 4:
             return SlotwiseTiles(
