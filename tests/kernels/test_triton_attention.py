@@ -18,7 +18,7 @@ TILES = AttentionTiles(keys=32, num_warps=4, num_stages=2)
 DIVIDED = SplitTiles(num_extra=6, min_keys=KEY_BLOCK)
 WHOLE = SplitTiles(num_extra=0, min_keys=KEY_BLOCK)
 DECODE = [Row(0, 1), Row(200, 1), Row(63, 1), Row(64, 1)]
-CHUNKS = [Row(0, 19), Row(70, 9), Row(30, 1)]
+CHUNKS = [Row(0, 19), Row(70, 9), Row(30, 5)]  # 30: a mask begins amid a turn of 32 keys
 
 
 def expected(step: Step, window: int | None = None, sinks: torch.Tensor | None = None):

@@ -70,7 +70,7 @@ def choices(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 
 
 @pytest.mark.parametrize("way", ["slotwise", "grouped"])
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=6)
 @given(choice=choices())
 def test_equals_plain_loops(way: str, choice: tuple[int, list[list[int]]]) -> None:
     num_experts, ids = choice
@@ -89,16 +89,17 @@ def test_aligned_shapes(way: str, ids_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("way", ["slotwise", "grouped"])
 def test_expert_outputs_are_rounded_and_then_summed_in_float32(way: str) -> None:
-    """Two experts that all but cancel: float16 weights or sums would lose the rest."""
+    """Two experts that all but cancel: rounding anything else would lose the rest."""
     x_TM = torch.ones(1, 16, dtype=torch.float16, device=DEVICE)
     w_gate_up = torch.full((2, 32, 16), 1 / 16, dtype=torch.float16, device=DEVICE)
-    w_down = torch.full((2, 16, 16), 16.0, dtype=torch.float16, device=DEVICE)
-    w_down[1] *= -1
+    w_down = torch.full((2, 16, 16), 16.02, dtype=torch.float16, device=DEVICE)
+    w_down[1] = -15.97
     weights_TK = torch.tensor([[0.5 + 2**-12, 0.5 - 2**-12]], device=DEVICE)
     ours = WAYS[way](x_TM, ints([[0, 1]]), weights_TK, w_gate_up, w_down)
-    hidden = torch.sigmoid(torch.tensor(1.0)).half().float()
-    expert = (256 * hidden).half().float()
-    assert ours.tolist() == [[(expert * 2**-11).half().item()] * 16]
+    hidden = torch.sigmoid(torch.tensor(1.0)).half().double()
+    y0, y1 = ((16 * hidden * w_down[i, 0, 0].item()).half().double() for i in (0, 1))
+    wanted = y0 * (0.5 + 2**-12) + y1 * (0.5 - 2**-12)
+    assert ours.tolist() == [[wanted.half().item()] * 16]
 
 
 def test_rows_of_other_tokens_do_not_leak() -> None:

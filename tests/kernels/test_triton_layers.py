@@ -161,6 +161,8 @@ def test_ids_are_legal_whatever_the_logits_are() -> None:
     wanted = [[0, 1, 2, 3], [3, 0, 2, 1], [0, 1, 2, 3], [1, 3, 0, 2]]
     assert ids.tolist() == wanted == REF.route(logits, 4, True)[1].tolist()
     assert weights.isnan().any(dim=-1).all(), "a spoilt row must show"
+    five = torch.full((1, 5), nan, device=DEVICE)
+    assert router.route(five, 5, True, tiles=TILES)[1].tolist() == [[0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(("dtype", "num_experts"), [(torch.uint8, 255), (torch.uint16, 400)])

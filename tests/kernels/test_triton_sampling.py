@@ -133,7 +133,10 @@ def test_greedy_takes_the_lower_of_equal_ids() -> None:
     logits = torch.zeros(2, 300, device=DEVICE)
     logits[1, [290, 70, 200]] = 3.0
     params = rows(2, temperature_N=torch.zeros(2))
-    assert sample_plain(logits, **params, tiles=TILES).ids_N.tolist() == [0, 70]
+    for num_splits in (1, 3):  # 70 and 198 meet in one lane, or two programs
+        logits[1, 198] = 3.0
+        tiles = SampleTiles(tokens=128, num_splits=num_splits, num_warps=1)
+        assert sample_plain(logits, **params, tiles=tiles).ids_N.tolist() == [0, 70]
 
 
 def test_a_token_that_is_the_only_one_left_is_drawn() -> None:

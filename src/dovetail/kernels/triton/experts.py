@@ -162,7 +162,7 @@ def _place_kernel(
     run, is_run = runs_ptr + index * 3, index < RUNS
     tl.store(run, owner, mask=is_run)
     tl.store(run + 1, rows_before + skipped, mask=is_run)
-    tl.store(run + 2, tl.where(owner < EXPERTS, num_rows, 0), mask=is_run)
+    tl.store(run + 2, num_rows, mask=is_run)
 
 
 def sort_slots(ids_TK: Tensor, num_experts: int, *, rows: int) -> SlotRuns:
