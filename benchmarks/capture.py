@@ -2,7 +2,8 @@
 
     python benchmarks/capture.py [--rounds N] [--long-len N] [--output FILE.jsonl]
 
-1. Tokens a second of the embedded model with capture off, on, and on with rows returned, in turn.
+1. Tokens a second, and CPU time a token, of the embedded model with capture off, on, and on with
+   rows returned, in turn.
 2. Bytes a token of each form of the rows, and the time to encode those of a long sequence.
 3. The packing of a step's rows (256 tokens x 40 layers x 8, with locations) beside their copy.
 4. The time between tokens of eight streams while a long request ends, whose rows are returned or
@@ -64,10 +65,10 @@ def throughput(rounds: int) -> list[Line]:
     """Return tokens a second without capture, with it, and with rows returned."""
     columns = ("experts",)
     with dovetail.Engine() as plain, dovetail.Engine(capture=columns) as capturing:
-        kinds: dict[str, Callable[[], float]] = {
-            "off": lambda: tokens_per_s(plain, ()),
-            "on": lambda: tokens_per_s(capturing, ()),
-            "on, returned": lambda: tokens_per_s(capturing, columns),
+        kinds: dict[str, Callable[[], tuple[float, float]]] = {
+            "off": lambda: rates(plain, ()),
+            "on": lambda: rates(capturing, ()),
+            "on, returned": lambda: rates(capturing, columns),
         }
         values = interleaved(kinds, rounds)
     shape = f"{NUM_REQUESTS} requests, 32 prompt tokens, {NUM_TOKENS} generated"
@@ -76,28 +77,41 @@ def throughput(rounds: int) -> list[Line]:
             "work": f"generate, capture {kind}",
             "shape": shape,
             "batch": NUM_REQUESTS,
-            "value": round(statistics.median(found), 1),
+            "value": round(statistics.median(rate for rate, _ in found), 1),
             "unit": "tokens/s",
             "ratio_to_off": round(
-                statistics.median(a / b for a, b in zip(found, values["off"], strict=True)), 4
+                statistics.median(
+                    a / b for (a, _), (b, _) in zip(found, values["off"], strict=True)
+                ),
+                4,
+            ),
+            "cpu_ms_a_token": round(statistics.median(cpu for _, cpu in found), 4),
+            "cpu_ratio_to_off": round(
+                statistics.median(
+                    a / b for (_, a), (_, b) in zip(found, values["off"], strict=True)
+                ),
+                4,
             ),
         }
         for kind, found in values.items()
     ]
 
 
-def tokens_per_s(engine: dovetail.Engine, columns: tuple[str, ...]) -> float:
-    """Generate for all requests and return the rate."""
+def rates(engine: dovetail.Engine, columns: tuple[str, ...]) -> tuple[float, float]:
+    """Generate for all requests; return tokens a second and CPU milliseconds a token."""
     prompts = [[(i * 7 + j) % 900 + 3 for j in range(32)] for i in range(NUM_REQUESTS)]
     params = dovetail.SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     engine.generate(prompts, params, capture=columns)
-    return NUM_REQUESTS * NUM_TOKENS / (time.perf_counter() - started)
+    num_tokens, cpu_s = NUM_REQUESTS * NUM_TOKENS, time.process_time() - cpu_started
+    return num_tokens / (time.perf_counter() - started), 1e3 * cpu_s / num_tokens
 
 
-def interleaved(kinds: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleaved(
+    kinds: dict[str, Callable[[], tuple[float, float]]], rounds: int
+) -> dict[str, list[tuple[float, float]]]:
     """Measure all kinds in turn, after a round that does not count."""
-    found: dict[str, list[float]] = {name: [] for name in kinds}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for turn in range(rounds + 1):
         for name, measure in kinds.items():
             value = measure()
