@@ -26,10 +26,10 @@ from threading import Thread
 from typing import Any
 
 from common import describe_run
-from dovetail.core.process import RemoteEngine
 
 from dovetail import Engine, SamplingParams
 from dovetail.core.client import EngineClient
+from dovetail.core.process import RemoteEngine
 
 PROMPT = list(range(100, 132))
 NUM_STREAMS = 32

@@ -26,10 +26,10 @@ def streamed_text(server: Server, path: str, body: dict[str, Any]) -> str:
 
 
 def test_b101_b103_no_part_of_a_stop_is_streamed(server: Server, engine: Engine) -> None:
-    """Stops of 1 to 8 characters at every alignment, beside near misses."""
+    """Short and long stops, at tokens' borders and inside, beside near misses."""
     [plain] = engine.generate(PROMPT, SamplingParams(**GREEDY))
     for start in range(1, 40, 5):
-        for length in (1, 3, 8):
+        for length in (1, 5):
             stop = [plain.text[start : start + length], plain.text[start : start + 2] + "\x00"]
             [want] = engine.generate(PROMPT, SamplingParams(**GREEDY, stop=stop))  # type: ignore[arg-type]
             params = GREEDY | {"stop": stop}

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.server import SRC, Server, read_events, right, start_server
+from dovetail.cli.main import main
+from tests.support.server import Server, read_events, right, start_server
 
 LONG = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
 END_S = 6.5  # the promise is 5 s; the rest is Python's own end on a busy machine
@@ -25,20 +24,6 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def serve_and_fail(*flags: str) -> str:
-    """Run a server that cannot start; return what it says."""
-    done = subprocess.run(
-        [sys.executable, "-m", "dovetail.cli", "serve", *flags],
-        env={**os.environ, "PYTHONPATH": str(SRC)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
-    return done.stderr
 
 
 # -- start ----------------------------------------------------------------------------------
@@ -54,13 +39,31 @@ def serve_and_fail(*flags: str) -> str:
         (("--port", "0", "--context-len", "1"), "context_len: is 1"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(flags: tuple[str, ...], words: str) -> None:
-    assert words in serve_and_fail(*flags)
+def test_what_cannot_be_served_is_one_line(
+    flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.out == "" and len(said.err.splitlines()) == 1
+
+
+def test_a_taken_port_is_noticed_before_the_model_is_loaded(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = str(httpx.URL(server.url).port)
+    assert main(["serve", "--port", port, "--model", "no-such-folder"]) == 2
+    said = capsys.readouterr().err
+    assert f"port: {port} on 127.0.0.1 cannot be used" in said and "--port" in said
+
+
+def test_every_network_without_a_key_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in ([], ["--api-key", "s3cret"]):
+        words = ["serve", "--host", "0.0.0.0", "--port", "0", "--model", "no-such-folder", *flags]
+        assert main(words) == 2
+        assert ("lets in everybody" in capsys.readouterr().err) == (not flags)
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    from dovetail.cli.main import main
-
     with pytest.raises(SystemExit, match="0"):
         main(["serve", "--help"])
     said = capsys.readouterr().out

@@ -108,7 +108,7 @@ BAD_REQUESTS = [
     BadRequest(GENERATE, {"input_ids": [1] * 2049}, "input_ids", "context length of 2048"),
     BadRequest(GENERATE, {"input_ids": "1,2"}, "input_ids", "got `str`"),
     # sampling parameters
-    sampling("temperatur", "correct its name", temperatur=0.5),
+    sampling("heat", "correct its name", heat=0.5),
     sampling("max_tokens", "correct its name", max_tokens=5),
     BadRequest(GENERATE, {"text": "A", "sampling_params": {"x" * 9000: 1}},
                "sampling_params." + "x" * 184 + "...", "xxx..."),
@@ -197,7 +197,7 @@ BAD_REQUESTS = [
     chat("model", "xxx...", 404, model="x" * 9000),
     chat("tools", "not supported", tools=[{"type": "function", "function": {"name": "f"}}]),
     chat("response_format", "not supported", response_format={"type": "json_object"}),
-    chat("temperatur", "no field of this route", temperatur=0.5),
+    chat("heat", "no field of this route", heat=0.5),
     chat("max_tokens", "context length", max_tokens=5000),
     chat("max_tokens", "cannot be negative", max_tokens=-1),
     chat("max_completion_tokens", "max_completion_tokens: is -1", max_completion_tokens=-1),
