@@ -253,7 +253,7 @@ def test_50_streams_of_an_engine_that_is_killed() -> None:
     begun, refused = threading.Semaphore(0), threading.Semaphore(0)
 
     def ask(index: int) -> tuple[int, Any, float]:
-        path, body = question(index, **LONG)
+        path, body = question(index, **LONG | {"max_new_tokens": 1200})
         with http.stream("POST", path, json=body | {"stream": True}) as reply:
             if reply.status_code != 200:
                 if reply.status_code == 429:
