@@ -26,7 +26,7 @@ NUM_PAGES = 2048
 GOLDEN = {"text": "ROMEO\n", "sampling_params": {"temperature": 0, "max_new_tokens": 6}}
 GOLDEN_IDS = [43, 555, 263, 281, 1290, 201]
 LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
-END_S = 6.5  # the promise is 5 s; the rest is Python's own end on a busy machine
+END_S = 5
 HEARTBEAT_S = 0.5  # counts of the engine are as old as that
 UNLIMITED = httpx.Limits(max_connections=None)
 PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -222,7 +222,7 @@ def test_30_slow_readers_cost_little_and_hurt_nobody(crowded: Server) -> None:
         for sock in socks:
             sock.close()
     for reply in replies:
-        *events, last = [part for part in reply.split(b"data: ")[1:-1]]
+        *events, last = reply.split(b"data: ")[1:-1]
         assert reply.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert len(events) < 100 and len(reply) < 12e6
         assert b'"finish_reason":{"type":"length","length":200}' in last
@@ -294,11 +294,16 @@ def test_50_streams_of_an_engine_that_is_killed() -> None:
 def test_bodies_that_arrive_while_it_ends() -> None:
     """A short one is told that it came too late; millions of ids are checked on a thread, which
     nothing can stop, and the end does not wait for it."""
-    with start_server("--num-pages", "512") as server, connect(server) as long:
+    with (
+        start_server("--num-pages", "512") as server,
+        connect(server) as long,
+        connect(server) as other,
+    ):
         data = as_http("/generate", GOLDEN)
         with connect(server) as sock:
             sock.sendall(data[:-10])
-            long.sendall(as_http("/generate", {"input_ids": [[1] * 2040] * 4000}))
+            for each in (long, other):
+                each.sendall(as_http("/generate", {"input_ids": [[1] * 2040] * 4000}))
             started = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: not is_listening(server), seconds=5)
