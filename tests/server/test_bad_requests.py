@@ -236,7 +236,7 @@ def test_leniency_of_chats(small_server: Server) -> None:
 
 @pytest.mark.parametrize("words", [" ", "\n\n", "\u200b"])
 def test_b115_what_is_nearly_empty_is_answered(small_server: Server, words: str) -> None:
-    """White space is a prompt; so is a chat whose only message is empty, for its template is not."""
+    """White space is a prompt, and so is a chat of one empty message: its template is not empty."""
     limit = {"sampling_params": {"max_new_tokens": 1}}
     assert small_server.generate(text=words, **limit)["meta_info"]["completion_tokens"] == 1
     for content in (words, ""):
