@@ -6,7 +6,11 @@ answer a fixed request as before and have all its pages ([LIVE], [POOL]).
 
 import json
 import math
+import os
+import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from dovetail import ConfigError, Engine, RequestError, SamplingParams
 from dovetail.cli.main import main
+from tests.support.server import SRC
 
 CONTEXT_LEN = 64
 NUM_PAGES = 40
@@ -224,6 +229,16 @@ def truncated(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
 
 
+def weights_are_a_folder(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+
+
+def tokenizer_is_a_folder(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").mkdir()
+
+
 def not_safetensors(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
 
@@ -236,13 +251,36 @@ BROKEN = {
         lambda f: edit_json(f / "config.json", architectures=["MambaForCausalLM"]),
         "MambaForCausalLM",
     ),
+    "nested config": (
+        lambda f: (f / "config.json").write_text('{"x": ' + "[" * 10**5),
+        "config.json",
+    ),
+    "nested names": (
+        lambda f: (f / "tokenizer_config.json").write_text('{"x": ' + "[" * 10**5),
+        "tokenizer_config.json",
+    ),
+    "more than memory": (
+        lambda f: edit_json(f / "config.json", intermediate_size=2**30),
+        "model.layers.0.mlp.gate_proj.weight: has shape",
+    ),
+    "more than a number": (
+        lambda f: edit_json(f / "config.json", hidden_size=2**70),
+        "hidden_size: must be below 2**31",
+    ),
     "no size": (lambda f: edit_json(f / "config.json", hidden_size=None), "hidden_size"),
     "no weights": (without("model.safetensors"), "safetensors"),
     "no shard": (without_a_shard, "model-00002-of-00002.safetensors"),
     "wrong shape": (wrong_shape, "model.norm.weight"),
     "no tensor": (without_a_tensor, "model.layers.1.mlp.down_proj.weight"),
+    "no header": (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors"),
+    "half a header": (
+        lambda f: os.truncate(f / "model.safetensors", 50),
+        "model.safetensors is truncated or damaged",
+    ),
+    "a folder instead of weights": (weights_are_a_folder, "has no weights"),
     "truncated": (truncated, "model.safetensors"),
     "a pointer instead of weights": (not_safetensors, "model.safetensors"),
+    "tokenizer cannot be read": (tokenizer_is_a_folder, "tokenizer.json: cannot be read"),
     "no tokenizer": (without("tokenizer.json"), "tokenizer.json"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json"),
     "broken template": (
@@ -266,9 +304,45 @@ def test_a_broken_folder_is_named_in_one_line(fx_count_folder, tmp_path, capsys,
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["not/there", "file"])
+@pytest.mark.parametrize("name", ["half a header", "broken template"])
+def test_what_cannot_be_served_leaves_no_process(fx_count_folder, tmp_path, name):
+    """Found in the engine's process, and in the front end when that process is ready."""
+    damage, word = BROKEN[name]
+    folder = shutil.copytree(fx_count_folder, tmp_path / "model")
+    damage(folder)
+    with pytest.raises(ConfigError, match=re.escape(word)) as caught:
+        Engine(folder)
+    with subprocess.Popen(
+        [sys.executable, "-m", "dovetail.cli", "serve", "--port", "0", "--model", str(folder)],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # whose id all its processes have
+    ) as process:
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (2, "", f"dovetail: error: {caught.value}\n")
+        assert processes_of_session(process.pid) == []
+
+
+def processes_of_session(session_id: int) -> list[str]:
+    """The processes of a session, as the kernel lists them; zombies do not count."""
+    found: list[str] = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = file.read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        state, _, _, session = rest.split()[:4]
+        if int(session) == session_id and state != "Z":
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("place", ["not/there", "file", "empty"])
 def test_no_folder_at_all(tmp_path, place):
     (tmp_path / "file").write_text("no folder")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"config\.json"):
         Engine(tmp_path / place)
 

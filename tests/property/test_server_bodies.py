@@ -105,7 +105,7 @@ def raw_of(value: Any) -> dict[str, Any]:
 @given(body=natives)
 def test_native(body: dict[str, Any], maker: RequestMaker) -> None:
     try:
-        call = read_call(raw_of(body))
+        call = read_call(raw_of(body), max_prompts=8)
         for item in call.items:
             maker.make(
                 item.prompt, item.sampling, logprobs=item.logprobs, group=call.group,

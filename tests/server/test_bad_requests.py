@@ -234,6 +234,17 @@ def test_leniency_of_chats(small_server: Server) -> None:
     assert right(small_server.post("/v1/chat/completions", body))["usage"]["completion_tokens"] <= 3
 
 
+@pytest.mark.parametrize("words", [" ", "\n\n", "\u200b"])
+def test_b115_what_is_nearly_empty_is_answered(small_server: Server, words: str) -> None:
+    """White space is a prompt, and so is a chat of one empty message: its template is not empty."""
+    limit = {"sampling_params": {"max_new_tokens": 1}}
+    assert small_server.generate(text=words, **limit)["meta_info"]["completion_tokens"] == 1
+    for content in (words, ""):
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        usage = right(small_server.post("/v1/chat/completions", body))["usage"]
+        assert usage["completion_tokens"] == 1 and usage["prompt_tokens"] > 1
+
+
 def test_of_equal_keys_the_last_counts(small_server: Server) -> None:
     body = b'{"text": "X", "text": "ROMEO\\n", "sampling_params": {"temperature": 1, '
     body += b'"temperature": 0, "max_new_tokens": 6}}'

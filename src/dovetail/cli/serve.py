@@ -6,6 +6,7 @@ each error.
 
 import argparse
 import logging
+import re
 import sys
 from typing import Any
 
@@ -102,6 +103,10 @@ def _run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> ServerSettings:
     if args.api_key == "":
         raise ConfigError("api_key", "is empty; give a key, or leave the flag out")
+    if args.api_key is not None and not re.fullmatch("[!-~]+", args.api_key):
+        raise ConfigError(
+            "api_key", "no client could send it; give letters, digits and signs of ASCII, no spaces"
+        )
     if not 0 <= args.port < 2**16:
         raise ConfigError("port", f"is {args.port}; the legal range is 0 to 65535")
     given: dict[str, Any] = {}

@@ -24,7 +24,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = msgspec.json.decode(file.read_bytes())
     except OSError as error:
         raise ConfigError("model", f"{file} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             "model", f"{file} is not valid JSON ({error}); download or write it again"
         ) from error
@@ -99,6 +99,8 @@ class Fields:
     def _positive(self, name: str, value: Any) -> int:
         if type(value) is not int or value < 1:
             raise self._error(name, "a positive integer", value)
+        if value >= 2**31:
+            raise self._error(name, "below 2**31", value)
         return value
 
     def _value(self, name: str, default: Any) -> Any:

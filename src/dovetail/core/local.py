@@ -25,7 +25,7 @@ from dovetail.exec.selftest import check_capture_works
 from dovetail.models.registry import build_model, check_capture
 from dovetail.sched.scheduler import Scheduler
 from dovetail.text.tokenizer import Tokenizer
-from dovetail.weights.load import load_weights
+from dovetail.weights.load import check_weights, load_weights
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close
 from dovetail.wire.request import Request
 from dovetail.wire.status import EngineStats, Health
@@ -145,14 +145,11 @@ def _build_executor(
     if device is None:
         device = ThreadedCpuDevice() if config.lanes == "threaded" else CpuDevice()
     check_capture(config.model, config.capture)
-    comm = LocalComm()
-    model = build_model(
-        config.model,
-        dtype=getattr(torch, config.dtype),
-        device=device.torch_device,
-        comm=comm,
-    )
-    load_weights(model, Path(config.model_folder), comm=comm, on_progress=on_progress)
+    comm, folder, dtype = LocalComm(), Path(config.model_folder), getattr(torch, config.dtype)
+    # Without memory first: sizes that are not the checkpoint's may be more than there is.
+    check_weights(build_model(config.model, dtype=dtype, device="meta", comm=comm), folder)
+    model = build_model(config.model, dtype=dtype, device=device.torch_device, comm=comm)
+    load_weights(model, folder, comm=comm, on_progress=on_progress)
     executor = Executor(config, model, device)
     if config.capture:
         try:

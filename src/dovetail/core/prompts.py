@@ -187,6 +187,7 @@ class RequestMaker:
     def encode(self, prompt: Prompt) -> Sequence[int]:
         """Return the token ids of a prompt in any of its forms; not validated."""
         if isinstance(prompt, str):
+            self._check_len("text", prompt)
             token_ids = self._tokenizer.encode(prompt)
             if not token_ids:
                 raise RequestError("text", "the prompt is empty; give at least one character")
@@ -217,8 +218,19 @@ class RequestMaker:
         text = self._chat_template.render(
             [dict(message) for message in messages], **(template_kwargs or {})
         )
+        self._check_len("messages", text)
         # The template writes the special tokens itself, so none are added here.
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _check_len(self, field: str, text: str) -> None:
+        """Refuse what cannot fit before it is made tokens, which takes seconds a megabyte."""
+        context_len = self._limits.context_len
+        if len(text) > context_len * self._tokenizer.longest_token:
+            raise RequestError(
+                field,
+                f"the prompt has {len(text)} characters, more than the context length of "
+                f"{context_len} tokens can hold; shorten it",
+            )
 
 
 def _made(name: str, makers: Sequence[Callable[[], Request]]) -> list[Request]:

@@ -21,6 +21,9 @@ from dovetail.server.settings import ServerSettings
 LONG_WORK_BYTES = 32 * 1024
 """Bodies and replies from this size on are worked at off the event loop."""
 
+SEARCHED_BYTES = 256 * 1024
+"""Bodies up to this size are searched for the field that is no JSON; the search is slow."""
+
 T = TypeVar("T")
 
 
@@ -136,6 +139,8 @@ async def _read(request: HttpRequest, max_bytes: int) -> bytes:
 
 def _json_error(data: bytes, message: str) -> RequestError:
     """Say which field holds what is no JSON, where a more tolerant reader can tell."""
+    if len(data) > SEARCHED_BYTES:
+        return RequestError("body", f"is not JSON: {_plain(message)}")
     try:
         value = json.loads(data, parse_int=_integer)
     except (ValueError, RecursionError):

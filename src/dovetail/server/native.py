@@ -75,7 +75,7 @@ class NativeRoutes:
 
     def _read(self, fields: dict[str, Any]) -> tuple[Call, list[Request]]:
         """Return the call and a request an item; nothing starts unless all are right."""
-        call = read_call(fields)
+        call = read_call(fields, max_prompts=self._client.config.max_open)
         requests: list[Request] = []
         for index, item in enumerate(call.items):
             try:

@@ -14,6 +14,7 @@ from dovetail.core.prompts import Prompt
 from dovetail.errors import RequestError
 from dovetail.server.body import typed
 from dovetail.wire.request import CaptureParams, LogprobKind, LogprobParams, SamplingParams
+from dovetail.wire.validate import validated_label
 
 UNSUPPORTED = (
     "input_embeds", "image_data", "video_data", "audio_data", "return_indexer_topk",
@@ -28,8 +29,6 @@ UNSUPPORTED_SAMPLING = (
 
 IGNORED_SAMPLING = ("spaces_between_special_tokens", "stream_interval")
 """Of slow tokenizers, and of the transport: no token and no text depends on them."""
-
-MAX_RID_LEN = 1024
 
 T = TypeVar("T")
 
@@ -114,7 +113,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     namespace: bytes
 
 
-def read_call(raw: dict[str, Any]) -> Call:
+def read_call(raw: dict[str, Any], *, max_prompts: int) -> Call:
     """Return the call that a body asks for; the prompts are not validated yet.
 
     Raises:
@@ -123,6 +122,7 @@ def read_call(raw: dict[str, Any]) -> Call:
     _refuse(raw, UNSUPPORTED, prefix="")
     fields = typed(raw, GenerateFields)
     prompts, is_batch = _prompts(fields)
+    check_num("text" if fields.input_ids is None else "input_ids", len(prompts), max_prompts)
     num = len(prompts) if is_batch else None
     params = _each("sampling_params", fields.sampling_params, num, default={})
     sampling = [
@@ -184,9 +184,27 @@ def renamed(error: RequestError, call: Call) -> RequestError:
     return RequestError(names.get(error.field, error.field), error.message)
 
 
-def namespace_of(*keys: str | None) -> bytes:
-    """Return the prefix cache's namespace that the client's own keys make."""
-    return b"" if not any(keys) else msgspec.json.encode(keys)
+def namespace_of(extra_key: str | None, cache_salt: str | None) -> bytes:
+    """Return the prefix cache's namespace that the client's own keys make.
+
+    Raises:
+        RequestError: a key is too long to be kept with each cached prefix; names it.
+    """
+    validated_label("extra_key", extra_key)
+    validated_label("cache_salt", cache_salt)
+    if not extra_key and not cache_salt:
+        return b""
+    return msgspec.json.encode((extra_key, cache_salt))
+
+
+def check_num(field: str, num_prompts: int, most: int) -> None:
+    """Refuse a batch that can never run, before work is spent on each of its items.
+
+    Raises:
+        RequestError: names the field.
+    """
+    if num_prompts > most:
+        raise RequestError(field, f"has {num_prompts} prompts; send at most {most} at once")
 
 
 def check_ids(field: str, prompt: object) -> None:
@@ -211,9 +229,14 @@ def _refuse(raw: dict[str, Any], names: tuple[str, ...], *, prefix: str) -> None
 
 def _asks(value: object) -> bool:
     """Null, false and empty ask for nothing, and so does a list of such."""
-    if isinstance(value, list):
-        return any(_asks(item) for item in cast(list[object], value))
-    return value is not None and value is not False and value not in ("", {})
+    rest = [value]  # no recursion: clients nest as deeply as JSON lets them
+    while rest:
+        one = rest.pop()
+        if isinstance(one, list):
+            rest += cast(list[object], one)
+        elif one is not None and one is not False and one not in ("", {}):
+            return True
+    return False
 
 
 def _prompts(fields: GenerateFields) -> tuple[list[Prompt], bool]:
@@ -253,9 +276,6 @@ def _each(name: str, value: Any, num: int | None, *, default: T) -> list[T]:
 
 
 def _rids(fields: GenerateFields, num: int | None) -> list[str | None]:
-    rids = [fields.rid] if isinstance(fields.rid, str) else fields.rid or []
-    if any(len(rid) > MAX_RID_LEN for rid in rids):
-        raise RequestError("rid", f"is too long; give at most {MAX_RID_LEN} characters")
     if isinstance(fields.rid, str) and num is not None:
         return [f"{fields.rid}_{index}" for index in range(num)]
     return _each("rid", fields.rid, num, default=None)

@@ -8,7 +8,9 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import uvicorn
@@ -20,6 +22,8 @@ from dovetail.server.settings import ServerSettings
 
 BACKLOG = 2048
 EXIT_INTERRUPTED = 130
+THREADS_S = 0.5
+"""How long bodies that are being read on threads may hold up the end."""
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -87,7 +91,10 @@ class HttpServer:
         )
         self._drain_s = settings.drain_s
         self._signal = 0
-        self._closing: asyncio.Task[None] | None = None
+        self._closer = ThreadPoolExecutor(1)  # its own: those of bodies may all be busy
+        self._overtime = threading.Timer(THREADS_S, lambda: os._exit(self._exit_code))
+        self._overtime.daemon = True
+        self._closing: asyncio.Future[None] | None = None
         self._patience: asyncio.Task[None] | None = None
 
     def run(self) -> int:
@@ -101,7 +108,17 @@ class HttpServer:
         except OSError as error:
             host, port = self._sock.getsockname()[:2]
             raise _cannot_bind(host, port, error) from None
-        asyncio.run(self._server.serve(sockets=[self._sock]))
+        asyncio.run(self._serve())
+        self._overtime.cancel()
+        return self._exit_code
+
+    async def _serve(self) -> None:
+        await self._server.serve(sockets=[self._sock])
+        # Work that is on a thread cannot be cancelled, and asyncio is about to wait for it.
+        self._overtime.start()
+
+    @property
+    def _exit_code(self) -> int:
         return EXIT_INTERRUPTED if self._signal == signal.SIGINT else 0
 
     @asynccontextmanager
@@ -123,15 +140,16 @@ class HttpServer:
         self._end()
         self._server.should_exit = True
 
-    def _end(self) -> "asyncio.Task[None]":
+    def _end(self) -> "asyncio.Future[None]":
         """Begin to end: the engine aborts what is open, and the routes write their last answers."""
         self._app.traffic.drain()
         if self._closing is None:
-            self._closing = asyncio.create_task(asyncio.to_thread(self._client.close))
+            loop = asyncio.get_running_loop()
+            self._closing = loop.run_in_executor(self._closer, self._client.close)
             self._patience = asyncio.create_task(self._lose_patience(self._closing))
         return self._closing
 
-    async def _lose_patience(self, closing: "asyncio.Task[None]") -> None:
+    async def _lose_patience(self, closing: "asyncio.Future[None]") -> None:
         """Leave clients that do not read their last answer, some time after it was made."""
         await closing
         await asyncio.sleep(self._drain_s)

@@ -35,6 +35,7 @@ class Tokenizer:
     Attributes:
         vocab_size: one more than the largest id the tokenizer knows. A model's own
             (padded) vocabulary may be larger; the ids between have no text.
+        longest_token: most bytes, so no fewer than most characters, that one token stands for.
         special_ids: ids that are left out of the text with ``skip_special_tokens``.
         special_tokens: the named special tokens, such as ``bos_token``, as strings.
         bos_token: begins a text, or None.
@@ -76,6 +77,7 @@ class Tokenizer:
             for token_id, token_bytes in enumerate(self._bytes)
         )
         self.vocab_size = len(self._bytes)
+        self.longest_token = max(map(len, self._bytes), default=0)
 
         self.special_tokens = MappingProxyType(dict(special_tokens or {}))
         self.bos_token = self.special_tokens.get("bos_token")
@@ -127,7 +129,10 @@ class Tokenizer:
             raise RequestError(
                 "text", f"is not valid Unicode: a lone surrogate at character {error.start}"
             ) from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: for a single text the library keeps Python's lock, so that a long one
+        # would stop all other threads.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
         """Return the bytes a token contributes to the text; ``b""`` for an unknown id.

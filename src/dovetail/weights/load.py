@@ -48,6 +48,15 @@ def load_weights(
             on_progress(num_done, len(pieces))
 
 
+def check_weights(model: nn.Module, folder: str | Path) -> None:
+    """Check that a folder has the weights of a model, which needs no memory of its own ("meta").
+
+    Raises:
+        ConfigError: as for ``load_weights``.
+    """
+    plan_load(model, Checkpoint.open(folder))
+
+
 def plan_load(model: nn.Module, checkpoint: Checkpoint) -> Mapping[str, Piece]:
     """Return where each tensor of the checkpoint goes; nothing is copied.
 

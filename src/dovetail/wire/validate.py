@@ -6,7 +6,7 @@ Owns what is refused and the words in which: each error names the field and the 
 import math
 import operator
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import SupportsIndex
 
 import msgspec
@@ -26,6 +26,7 @@ MAX_TOP_LOGPROBS = 128
 MAX_SAMPLES = 1024
 MAX_MASK_IDS = 512
 """Most tokens of a sampling mask; a draw with more ends its request with an error."""
+MAX_LABEL_LEN = 1024
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +53,8 @@ def validated_prompt(prompt_token_ids: Iterable[SupportsIndex], limits: Limits) 
     field = "input_ids"
     if isinstance(prompt_token_ids, (str, bytes)) or not hasattr(prompt_token_ids, "__iter__"):
         raise RequestError(field, "must be a list of token ids")
+    if isinstance(prompt_token_ids, Sized):  # before each of what may be millions is looked at
+        _check_prompt_len(len(prompt_token_ids), limits)
     ids: list[int] = []
     for index, value in enumerate(prompt_token_ids):
         try:
@@ -69,13 +72,17 @@ def validated_prompt(prompt_token_ids: Iterable[SupportsIndex], limits: Limits) 
         ids.append(token_id)
     if not ids:
         raise RequestError(field, "the prompt is empty; give at least one token")
-    if len(ids) > limits.context_len:
+    _check_prompt_len(len(ids), limits)
+    return tuple(ids)
+
+
+def _check_prompt_len(num_tokens: int, limits: Limits) -> None:
+    if num_tokens > limits.context_len:
         raise RequestError(
-            field,
-            f"the prompt has {len(ids)} tokens, more than the context length of "
+            "input_ids",
+            f"the prompt has {num_tokens} tokens, more than the context length of "
             f"{limits.context_len}; shorten it",
         )
-    return tuple(ids)
 
 
 def validated_sampling(
@@ -179,7 +186,7 @@ def validated_label(field: str, label: str | None) -> str | None:
     """Return the label of a request or of a group of them.
 
     Raises:
-        RequestError: it is no text, or none that can be written as UTF-8.
+        RequestError: it is no text, none that can be written as UTF-8, or too long.
     """
     if label is None:
         return None
@@ -189,6 +196,10 @@ def validated_label(field: str, label: str | None) -> str | None:
         label.encode()
     except UnicodeEncodeError:
         raise RequestError(field, "is not valid Unicode text") from None
+    if len(label) > MAX_LABEL_LEN:
+        raise RequestError(
+            field, f"has {len(label)} characters; at most {MAX_LABEL_LEN} are allowed"
+        )
     return label
 
 

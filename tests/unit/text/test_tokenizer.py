@@ -1,6 +1,7 @@
 """The id-to-bytes table against the ``tokenizers`` library and transformers."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,25 @@ def test_add_special_tokens(byte_level) -> None:
     tokenizer = Tokenizer(backend.to_str().encode())
     assert tokenizer.encode("a") == [256, 97]
     assert tokenizer.encode("a", add_special_tokens=False) == [97]
+
+
+def test_a_long_text_does_not_stop_other_threads(tiny: Tokenizer) -> None:
+    """It takes hundreds of milliseconds; a thread that waits a millisecond at a time goes on."""
+    num_turns, is_done = 0, threading.Event()
+
+    def turn() -> None:
+        nonlocal num_turns
+        while not is_done.wait(0.001):
+            num_turns += 1
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    before = num_turns
+    tiny.encode("word " * 200_000)
+    after = num_turns
+    is_done.set()
+    thread.join()
+    assert after - before > 10
 
 
 @pytest.mark.parametrize("text", ["\ud800", "abc\udfff", None, 5, ["a", "b"], b"a"])

@@ -5,6 +5,7 @@ Here sampling parameters stand beside all others, so an unknown field is refused
 would silently change the policy.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
@@ -32,10 +33,12 @@ _RENAMED = {
     "sampling_params.max_new_tokens": "max_tokens",
     "sampling_params.min_new_tokens": "min_tokens",
     "sampling_params.sampling_seed": "seed",
-    "top_logprobs_num": "top_logprobs",
     "capture": "return_routed_experts",
     "capture.start_len": "routed_experts_start_len",
 }
+OF_CHATS = {"text": "messages", "input_ids": "messages", "top_logprobs_num": "top_logprobs"}
+OF_COMPLETIONS = {"text": "prompt", "input_ids": "prompt", "top_logprobs_num": "logprobs"}
+"""What each route calls the engine's fields."""
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,12 +209,16 @@ def read_completion(raw: dict[str, Any]) -> tuple[CallFields, SamplingFields, Co
     return typed(raw, CallFields), typed(raw, SamplingFields), typed(raw, CompletionFields)
 
 
-def renamed(error: RequestError, field_of_prompt: str) -> RequestError:
-    """Return the engine's error in the words of these routes."""
-    field = _RENAMED.get(error.field, error.field.removeprefix("sampling_params."))
-    if field in ("text", "input_ids"):
-        field = field_of_prompt
-    return RequestError(field, error.message.replace("max_new_tokens", "max_tokens"))
+def renamed(
+    error: RequestError, of_route: Mapping[str, str], sampling: SamplingFields
+) -> RequestError:
+    """Return the engine's error in the words of a route, and of what was given of two spellings."""
+    names = {**_RENAMED, **of_route}
+    if sampling.max_completion_tokens is not None:
+        names["sampling_params.max_new_tokens"] = "max_completion_tokens"
+    field = names.get(error.field, error.field.removeprefix("sampling_params."))
+    limit = names["sampling_params.max_new_tokens"]
+    return RequestError(field, error.message.replace("max_new_tokens", limit))
 
 
 def _check_names(raw: dict[str, Any], own: type[msgspec.Struct]) -> None:

@@ -11,7 +11,14 @@ from dovetail.errors import RequestError
 from dovetail.server.body import off_loop, read_body
 from dovetail.server.native_body import namespace_of
 from dovetail.server.openai.answers import Answers
-from dovetail.server.openai.body import CallFields, ChatFields, SamplingFields, read_chat, renamed
+from dovetail.server.openai.body import (
+    OF_CHATS,
+    CallFields,
+    ChatFields,
+    SamplingFields,
+    read_chat,
+    renamed,
+)
 from dovetail.server.openai.logprobs import chat_logprobs
 from dovetail.server.openai.models import check_model
 from dovetail.server.settings import ServerSettings
@@ -37,7 +44,7 @@ class ChatRoute:
         try:
             request = await off_loop(body.num_bytes, lambda: self._request(call, sampling, chat))
         except RequestError as error:
-            raise renamed(error, "messages") from None
+            raise renamed(error, OF_CHATS, sampling) from None
         choices = ChatChoices(self._client.tokenizer, with_logprobs=chat.logprobs)
         num_layers = self._client.config.model.num_layers
         answers = Answers(

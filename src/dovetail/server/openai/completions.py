@@ -10,9 +10,10 @@ from dovetail.core.generation import Generation, StreamEvent, top_pairs
 from dovetail.core.prompts import Prompt
 from dovetail.errors import RequestError
 from dovetail.server.body import off_loop, read_body
-from dovetail.server.native_body import check_ids, namespace_of
+from dovetail.server.native_body import check_ids, check_num, namespace_of
 from dovetail.server.openai.answers import Answers
 from dovetail.server.openai.body import (
+    OF_COMPLETIONS,
     CallFields,
     CompletionFields,
     SamplingFields,
@@ -50,7 +51,7 @@ class CompletionRoute:
                 body.num_bytes, lambda: self._requests(call, sampling, fields)
             )
         except RequestError as error:
-            raise renamed(error, "prompt") from None
+            raise renamed(error, OF_COMPLETIONS, sampling) from None
         choices = CompletionChoices(
             self._client.tokenizer,
             self._echoes(fields, requests) if fields.echo else [],
@@ -67,6 +68,7 @@ class CompletionRoute:
         self, call: CallFields, sampling: SamplingFields, fields: CompletionFields
     ) -> list[Request]:
         prompts, asked = _prompts(fields.prompt), fields.asked()
+        check_num("prompt", len(prompts), self._client.config.max_open)
         requests: list[Request] = []
         for index, prompt in enumerate(prompts):
             try:
