@@ -79,22 +79,18 @@ def throughput(rounds: int) -> list[Line]:
             "batch": NUM_REQUESTS,
             "value": round(statistics.median(rate for rate, _ in found), 1),
             "unit": "tokens/s",
-            "ratio_to_off": round(
-                statistics.median(
-                    a / b for (a, _), (b, _) in zip(found, values["off"], strict=True)
-                ),
-                4,
-            ),
+            "ratio_to_off": ratio(found, values["off"], 0),
             "cpu_ms_a_token": round(statistics.median(cpu for _, cpu in found), 4),
-            "cpu_ratio_to_off": round(
-                statistics.median(
-                    a / b for (_, a), (_, b) in zip(found, values["off"], strict=True)
-                ),
-                4,
-            ),
+            "cpu_ratio_to_off": ratio(found, values["off"], 1),
         }
         for kind, found in values.items()
     ]
+
+
+def ratio(found: list[tuple[float, float]], off: list[tuple[float, float]], column: int) -> float:
+    """Return the median over the rounds of one number divided by that of the engine without."""
+    pairs = zip(found, off, strict=True)
+    return round(statistics.median(mine[column] / its[column] for mine, its in pairs), 4)
 
 
 def rates(engine: dovetail.Engine, columns: tuple[str, ...]) -> tuple[float, float]:
