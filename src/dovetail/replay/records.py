@@ -285,7 +285,7 @@ class RouteTrace:
         (length,) = _LENGTH.unpack(view[len(MAGIC) : at])
         try:
             header = msgspec.json.decode(view[at : at + length], type=RouteHeader)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TraceError(f"the header cannot be read: {error}") from None
         return RouteTrace.from_header(header, view[at + length :])
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.replay.records import (
+    MAGIC,
     RouteTrace,
     TraceError,
     digest_of,
@@ -94,6 +95,12 @@ def test_a_cut_span_keeps_its_count_as_a_bound():
     )
 
 
+def _with_header(trace: RouteTrace, header: bytes) -> bytes:
+    """The trace's bytes with another header."""
+    data = trace.to_bytes()
+    return data[: len(MAGIC)] + len(header).to_bytes(8, "little") + header + data
+
+
 def _spoilt(trace: RouteTrace, index: tuple[int, int, int], value: int) -> RouteTrace:
     ids = trace.ids.copy()
     ids[index] = value
@@ -125,6 +132,8 @@ def _spoilt(trace: RouteTrace, index: tuple[int, int, int], value: int) -> Route
         (lambda t: RouteTrace.from_bytes(b"x" + t.to_bytes()), "no trace"),
         (lambda t: RouteTrace.from_bytes(t.to_bytes()[:-1]), "53 bytes of ids"),
         (lambda t: RouteTrace.from_bytes(t.to_bytes()[:26]), "header cannot be read|no trace"),
+        (lambda t: RouteTrace.from_bytes(_with_header(t, b"[" * 10**5)), "header cannot be read"),
+        (lambda t: RouteTrace.from_bytes(_with_header(t, b'{"dtype":"\xff"}')), "header cannot"),
         (lambda t: some_trace(spans=(CaptureSpan(start=0, end=8, epoch=0),)), "spans do not cover"),
         (lambda t: some_trace(spans=()), "spans do not cover"),
     ],
