@@ -48,13 +48,16 @@ def rates() -> dict[str, float]:
 
 
 def commit() -> str | None:
-    """Return the commit this was measured at."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
+    """Return the commit this was measured at; None where git or its folder is missing."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+        )
+    except FileNotFoundError:
+        return None
     return done.stdout.strip() or None
 
 

@@ -59,8 +59,8 @@ def gumbel_noise(
     Returns:
         float32 [N, V].
     """
-    blocks = torch.arange(-(-vocab_size // 4))
-    zero = torch.zeros(1, 1, dtype=torch.int64)
+    blocks = torch.arange(-(-vocab_size // 4), device=seed_N.device)
+    zero = seed_N.new_zeros(1, 1)
     words = philox4x32(
         (blocks[None, :], position_N[:, None], sample_index_N[:, None], zero),
         (seed_N[:, None] & _MASK32, (seed_N[:, None] >> 32) & _MASK32),
@@ -85,7 +85,7 @@ def support_mask(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N
         top_p_N, min_p_N: float32.
     """
     sorted_NV, order_NV = torch.sort(scaled_NV, dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(scaled_NV.shape[1])
+    rank_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
     keep_NV = (rank_V < top_k_N[:, None]) | (top_k_N[:, None] == 0)
     probs_NV = torch.softmax(sorted_NV.masked_fill(~keep_NV, float("-inf")), dim=-1)
     before_NV = probs_NV.cumsum(dim=-1) - probs_NV
@@ -106,7 +106,7 @@ def penalize(
     presence_N: Tensor,
 ) -> Tensor:
     """See ``kernels.api.penalize``."""
-    ones_S = torch.ones(len(row_S))
+    ones_S = logits_NV.new_ones(len(row_S))
     count_NV = torch.zeros_like(logits_NV).index_put_((row_S, token_S), ones_S, accumulate=True)
     factor_NV = torch.where(logits_NV > 0, 1 / repetition_N[:, None], repetition_N[:, None])
     out_NV = torch.where(count_NV > 0, logits_NV * factor_NV, logits_NV)

@@ -1,0 +1,146 @@
+"""``kernels.backend.Kernels`` in Triton: every operation with the tiles of one table."""
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import ConfigError
+from dovetail.kernels.backend import Capture, PlainDraws, QueryTiles, WorkItems
+from dovetail.kernels.triton import activation, attention, experts, norm, rotary, router, sampling
+from dovetail.kernels.triton.tiles import RowTiles, SlotwiseTiles, TileTable
+
+
+def kernels(device: torch.device) -> "TritonKernels":
+    """Return the operations for ``device``.
+
+    Raises:
+        ConfigError: it is no NVIDIA GPU.
+    """
+    if device.type != "cuda":
+        raise ConfigError("kernels", f"'triton' needs an NVIDIA GPU, not '{device.type}'")
+    return TritonKernels(TileTable(torch.cuda.get_device_properties(device).multi_processor_count))
+
+
+class TritonKernels:
+    """All operations; what each means is said once, in ``kernels.backend``."""
+
+    def __init__(self, table: TileTable) -> None:
+        self._table = table
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``kernels.api.rms_norm``."""
+        return norm.rms_norm(x, weight, eps, tiles=self._table.row(x.shape[-1]))
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See ``kernels.api.add_rms_norm``."""
+        return norm.add_rms_norm(x, residual, weight, eps, tiles=self._table.row(x.shape[-1]))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See ``Kernels.silu_mul``."""
+        return activation.silu_mul(gate_up, tiles=self._table.row(gate_up.shape[-1] // 2))
+
+    def rotate_and_store(
+        self,
+        qkv_TF: Tensor,
+        *,
+        qk_norm: tuple[Tensor, Tensor, float] | None,
+        cos_sin_P2D: Tensor,
+        positions_T: Tensor,
+        kv_slots_T: Tensor,
+        k_cache_CKD: Tensor,
+        v_cache_CKD: Tensor,
+    ) -> Tensor:
+        """See ``Kernels.rotate_and_store``."""
+        num_heads = qkv_TF.shape[1] // k_cache_CKD.shape[2]
+        return rotary.rotate_and_store(
+            qkv_TF,
+            qk_norm=qk_norm,
+            cos_sin_P2D=cos_sin_P2D,
+            positions_T=positions_T,
+            kv_slots_T=kv_slots_T,
+            k_cache_CKD=k_cache_CKD,
+            v_cache_CKD=v_cache_CKD,
+            tiles=self._table.rotate(len(qkv_TF), num_heads),
+        )
+
+    def split_keys(
+        self,
+        queries: QueryTiles,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
+    ) -> WorkItems:
+        """See ``Kernels.split_keys``."""
+        tiles = self._table.split(len(queries.tiles_N4), queries.max_tokens, num_kv_heads)
+        return attention.split_keys(queries, num_kv_heads=num_kv_heads, window=window, tiles=tiles)
+
+    def paged_attention(
+        self,
+        q_THD: Tensor,
+        k_cache_CKD: Tensor,
+        v_cache_CKD: Tensor,
+        *,
+        page_table_SB: Tensor,
+        page_size: int,
+        work: WorkItems,
+        sinks_H: Tensor | None = None,
+        out_THD: Tensor | None = None,
+    ) -> Tensor:
+        """See ``Kernels.paged_attention``."""
+        group = q_THD.shape[1] // k_cache_CKD.shape[1]
+        return attention.paged_attention(
+            q_THD,
+            k_cache_CKD,
+            v_cache_CKD,
+            page_table_SB=page_table_SB,
+            page_size=page_size,
+            work=work,
+            sinks_H=sinks_H,
+            out_THD=out_THD,
+            tiles=self._table.attention(work.max_tokens * group, q_THD.shape[2]),
+        )
+
+    def route(
+        self, logits_TE: Tensor, k: int, norm_topk_prob: bool, *, capture: Capture | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Kernels.route``."""
+        return router.route(
+            logits_TE, k, norm_topk_prob, capture=capture, tiles=RowTiles(num_warps=1)
+        )
+
+    def fused_moe(
+        self,
+        x_TM: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        w_gate_up_E2IM: Tensor,
+        w_down_EMI: Tensor,
+    ) -> Tensor:
+        """See ``Kernels.fused_moe``."""
+        weights = (weights_TK, w_gate_up_E2IM, w_down_EMI)
+        tiles = self._table.experts(len(ids_TK), ids_TK.shape[1], len(w_down_EMI))
+        if isinstance(tiles, SlotwiseTiles):
+            return experts.slotwise_moe(x_TM, ids_TK, *weights, tiles=tiles)
+        return experts.grouped_moe(x_TM, ids_TK, *weights, tiles=tiles)
+
+    def sample_plain(
+        self,
+        logits_NV: Tensor,
+        *,
+        temperature_N: Tensor,
+        seed_N: Tensor,
+        position_N: Tensor,
+        sample_index_N: Tensor,
+    ) -> PlainDraws:
+        """See ``Kernels.sample_plain``."""
+        return sampling.sample_plain(
+            logits_NV,
+            temperature_N=temperature_N,
+            seed_N=seed_N,
+            position_N=position_N,
+            sample_index_N=sample_index_N,
+            tiles=self._table.sample(len(logits_NV), logits_NV.shape[1]),
+        )
