@@ -21,6 +21,7 @@ from dovetail.dist.comm import LocalComm
 from dovetail.errors import EngineError
 from dovetail.exec.device import CpuDevice, Device, ThreadedCpuDevice
 from dovetail.exec.executor import Executor
+from dovetail.exec.runner import StepRunner
 from dovetail.exec.selftest import check_capture_works
 from dovetail.models.registry import build_model, check_capture
 from dovetail.sched.scheduler import Scheduler
@@ -153,7 +154,7 @@ def _build_executor(
         comm=comm,
     )
     load_weights(model, Path(config.model_folder), comm=comm, on_progress=on_progress)
-    executor = Executor(config, model, device)
+    executor = Executor(config, StepRunner(config, model, device), device)
     if config.capture:
         try:
             check_capture_works(executor, config)
