@@ -52,7 +52,7 @@ class Engine:
         if model is not None:
             options["model"] = str(model)
         self.config = resolve(options_from(options))
-        self.tokenizer = Tokenizer.from_folder(Path(self.config.model_folder))
+        self.tokenizer = Tokenizer.from_folder(self.config.tokenizer_folder)
         self.port = LocalEngine(self.config, self.tokenizer, on_progress=on_progress, device=device)
         self._client = EngineClient(self.port, self.tokenizer)
         self._requests = self._client.requests

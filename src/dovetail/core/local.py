@@ -19,13 +19,14 @@ from dovetail.core.mailbox import Deliver, Inbox, Outbox
 from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, Progress, health_of
 from dovetail.dist.comm import LocalComm
 from dovetail.errors import EngineError
-from dovetail.exec.device import CpuDevice, Device, ThreadedCpuDevice
+from dovetail.exec.device import Device
 from dovetail.exec.executor import Executor
-from dovetail.exec.runner import StepRunner
+from dovetail.exec.registry import load_backend
 from dovetail.exec.selftest import check_capture_works
 from dovetail.models.registry import build_model, check_capture
 from dovetail.sched.scheduler import Scheduler
 from dovetail.text.tokenizer import Tokenizer
+from dovetail.weights.dummy import fill_with_noise
 from dovetail.weights.load import load_weights
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close
 from dovetail.wire.request import Request
@@ -143,18 +144,20 @@ def _end_loop(inbox: Inbox, thread: threading.Thread) -> None:
 def _build_executor(
     config: EngineConfig, device: Device | None, on_progress: Progress | None
 ) -> Executor:
-    if device is None:
-        device = ThreadedCpuDevice() if config.lanes == "threaded" else CpuDevice()
     check_capture(config.model, config.capture)
-    comm = LocalComm()
+    backend, comm = load_backend(config, device), LocalComm()
     model = build_model(
         config.model,
         dtype=getattr(torch, config.dtype),
-        device=device.torch_device,
+        device=backend.device.torch_device,
         comm=comm,
+        kernels=backend.kernels,
     )
-    load_weights(model, Path(config.model_folder), comm=comm, on_progress=on_progress)
-    executor = Executor(config, StepRunner(config, model, device), device)
+    if config.load_format == "dummy":
+        fill_with_noise(model)
+    else:
+        load_weights(model, Path(config.model_folder), comm=comm, on_progress=on_progress)
+    executor = Executor(config, backend.make_runner(model), backend.device)
     if config.capture:
         try:
             check_capture_works(executor, config)

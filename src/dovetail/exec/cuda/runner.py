@@ -7,8 +7,6 @@ the plan. Only steps that need more than the plain draw read lengths back.
 Shape legend: T tokens, R rows, N rows that sample, M model dim, V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,8 +16,9 @@ from dovetail.attention.backend import ForwardContext
 from dovetail.attention.tiled import TiledAttention
 from dovetail.capture.direct import DirectRecorder
 from dovetail.config.schema import EngineConfig
+from dovetail.exec.cuda.graphs import DecodeGraphs
 from dovetail.exec.cuda.pack import pack
-from dovetail.exec.cuda.step import SlotTensors, StepShape, StepTensors, step_shape
+from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors, step_shape
 from dovetail.exec.cuda.tenants import Tenants
 from dovetail.exec.cuda.unpack import Unpacker
 from dovetail.exec.device import Device
@@ -48,31 +47,29 @@ class DevicePayload:
         data.view(dtype).view(item.shape)[at : at + len(values)].copy_(values, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Forwarded:
-    """What a forward leaves, one row of logits and one plain draw for each row of the step."""
-
-    hidden_TM: Tensor
-    logits_RV: Tensor
-    is_spoilt_T: Tensor
-    draws: PlainDraws
-
-
 class CudaRunner:
     """Runs packets on the model; an ``exec.executor.Runner``."""
 
     def __init__(
-        self, config: EngineConfig, model: CausalLM, device: Device, kernels: Kernels
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        device: Device,
+        kernels: Kernels,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         where, geometry = device.torch_device, config.model
         self._config = config
         self._model = model
         self._kernels = kernels
+        self._graphs = graphs
         self._heads = (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim)
         self._tile_tokens = kernels.tile_tokens(geometry.num_heads // geometry.num_kv_heads)
         self._kv = KVStore(config, device)
         self._slots = SlotTensors(config, where)
-        self._inputs = StepTensors(config, where, tile_tokens=self._tile_tokens)
+        self._inputs = StepTensors(
+            config, where, tile_tokens=self._tile_tokens, sink=self._kv.sidecars["tokens"].sink
+        )
         self._tenants = Tenants(config)
         self._scores = ScoreWriter(model, self._tenants.params)
         self._unpacker = Unpacker(
@@ -84,6 +81,12 @@ class CudaRunner:
             tile_tokens=self._tile_tokens,
         )
         device.register_state(*self._slots.tensors, *self._inputs.tensors)
+
+    @torch.inference_mode()
+    def record_graphs(self) -> None:
+        """Record what is to be replayed; before the first step, when the inputs are padding."""
+        if self._graphs is not None:
+            self._graphs.record(self.forward)
 
     @torch.inference_mode()
     def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
@@ -111,8 +114,12 @@ class CudaRunner:
             return  # read-outs alone
         self._tenants.check(plan.rows.slot, plan.rows.generation)
         shape = step_shape(plan, tile_tokens=self._tile_tokens)
-        self._unpacker.fill(plan, packet, shape)
-        forwarded = self.forward(shape)
+        padded = None if self._graphs is None else self._graphs.padded(shape)
+        self._unpacker.fill(plan, packet, padded or shape)
+        if self._graphs is None or padded is None:
+            forwarded = self.forward(shape)
+        else:
+            forwarded = self._graphs.replay(padded)
         draws = None
         if not self._tenants.draws_plainly(plan):
             draws = self._draw(plan, forwarded)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.config.schema import EngineConfig
+from dovetail.kernels.backend import PlainDraws
 from dovetail.sched.plan import FROM_DEVICE, StepPlan
 
 
@@ -37,6 +38,23 @@ def step_shape(plan: StepPlan, *, tile_tokens: int) -> StepShape:
     width, is_decode = plan.rows.width, plan.rows.start == FROM_DEVICE
     num_tiles = int((-(-width[~is_decode] // tile_tokens)).sum())
     return StepShape(len(plan.rows), int(width.sum()), int(np.sum(is_decode)), num_tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What a forward leaves.
+
+    Attributes:
+        hidden_TM: of each token.
+        logits_RV: float32, of each row's last token.
+        is_spoilt_T: bool, tokens whose hidden states are not finite.
+        draws: a plain draw for each row.
+    """
+
+    hidden_TM: Tensor
+    logits_RV: Tensor
+    is_spoilt_T: Tensor
+    draws: PlainDraws
 
 
 class SlotTensors:
@@ -91,7 +109,9 @@ class StepTensors:
         decode_R4, tiles_N4: int32, see ``kernels.backend.QueryTiles``.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device, *, tile_tokens: int) -> None:
+    def __init__(
+        self, config: EngineConfig, device: torch.device, *, tile_tokens: int, sink: int
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -107,7 +127,7 @@ class StepTensors:
         self.sample_index_R = zeros(rows, dtype=torch.int64)
         self.token_ids_T = zeros(tokens, dtype=torch.int64)
         self.positions_T = zeros(tokens, dtype=torch.int64)
-        self.kv_slots_T = zeros(tokens, dtype=torch.int64)
+        self.kv_slots_T = zeros(tokens, dtype=torch.int64).fill_(sink)
         self.places_T = torch.arange(tokens, dtype=torch.int32, device=device)
         self.targets_T = zeros(tokens, dtype=torch.int64)
         self.decode_R4 = zeros(rows, 4)

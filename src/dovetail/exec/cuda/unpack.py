@@ -161,8 +161,8 @@ def _row_kernel(
 
 @jit(do_not_specialize=["num_padded", "num_tile_entries"])
 def _token_kernel(
-    packet_ptr, rows_ptr, last_token_ptr, table_ptr, num_decode_ptr, begin_ptr, first_ptr, first_tile_ptr,
-    status_ptr, token_ids_ptr, positions_ptr, kv_slots_ptr, tokens_ptr, tiles_ptr,
+    packet_ptr, rows_ptr, last_token_ptr, table_ptr, num_decode_ptr, begin_ptr, first_ptr,
+    first_tile_ptr, status_ptr, token_ids_ptr, positions_ptr, kv_slots_ptr, tokens_ptr, tiles_ptr,
     rows_stride, table_stride, num_padded, num_tile_entries, sink,
     TOKEN_IDS: tl.constexpr, PAGE: tl.constexpr, TILE_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

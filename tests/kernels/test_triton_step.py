@@ -1,0 +1,110 @@
+"""A step unpacked, run and packed on the device gives what the CPU's own runner gives.
+
+On a CPU Triton's interpreter runs the kernels of the step, and plain torch the model's.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dovetail.errors import InvariantError
+from dovetail.exec.cuda.runner import CudaRunner
+from dovetail.exec.device import CpuDevice
+from dovetail.exec.executor import Executor
+from dovetail.kernels.ref.backend import RefKernels
+from dovetail.wire.request import LogprobParams
+from tests.support.harness import Harness, load_model, make_config
+
+COLUMNS = ("experts", "expert_weights")
+OPTIONS = {
+    "page_size": 4,
+    "num_pages": 33,
+    "context_len": 128,
+    "chunk_size": 8,
+    "max_running": 5,
+    "capture": COLUMNS,
+}
+REQUESTS = [
+    (range(3, 24), {"max_new_tokens": 6, "temperature": 0.0}),
+    ((5, 6, 7), {"max_new_tokens": 9, "temperature": 0.9, "sampling_seed": 2**64 - 3}),
+    ((5, 6, 7, 8), {"max_new_tokens": 9, "sampling_seed": 3, "top_k": 5, "top_p": 0.9}),
+    (
+        (5, 6, 7, 8),
+        {
+            "max_new_tokens": 9,
+            "sampling_seed": 4,
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.2,
+            "logit_bias": {7: -5.0},
+            "logprobs": LogprobParams(
+                logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(5,)
+            ),
+        },
+    ),
+    ([9] * 13, {"max_new_tokens": 12, "sampling_seed": 5}),
+    (range(3, 24), {"max_new_tokens": 3, "sampling_seed": 6}),  # a prefix hit
+]
+
+
+def make_executor(folder: Path):
+    def make(config) -> Executor:
+        device, model = CpuDevice(), load_model(folder, config.dtype)
+        return Executor(config, CudaRunner(config, model, device, RefKernels()), device)
+
+    return make
+
+
+def outputs_of(folder: Path, depth: int, **options: object) -> dict:
+    harness = Harness(folder, depth=depth, **OPTIONS, **options)
+    for prompt, fields in REQUESTS:
+        harness.add(list(prompt), capture=COLUMNS, **fields)
+    for _ in range(4):
+        harness.step()
+    harness.scheduler.retract_last()
+    harness.run()
+    return harness.outputs
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_it_gives_what_the_cpu_gives(depth: int, tiny_moe_folder: Path) -> None:
+    wanted = outputs_of(tiny_moe_folder, depth)
+    ours = outputs_of(tiny_moe_folder, depth, make_executor=make_executor(tiny_moe_folder))
+    assert wanted.keys() == ours.keys()
+    for key, output in wanted.items():
+        assert ours[key].token_ids == output.token_ids
+        np.testing.assert_allclose(ours[key].logprobs, output.logprobs, atol=3e-5)
+        for column in COLUMNS:
+            rows, theirs = ours[key].captured[column], output.captured[column]
+            if column == "experts":
+                assert np.array_equal(rows, theirs)
+            else:
+                np.testing.assert_allclose(rows, theirs, atol=1e-5)
+
+
+def test_a_row_past_its_pages_is_an_error(tiny_moe_folder: Path) -> None:
+    harness = Harness(
+        tiny_moe_folder, depth=0, make_executor=make_executor(tiny_moe_folder), **OPTIONS
+    )
+    harness.add([5, 6, 7], max_new_tokens=4)
+    harness.step()
+    harness.executor._runner._slots.kv_len += 100
+    with pytest.raises(InvariantError, match="past the pages reserved"):
+        harness.run()
+
+
+def test_a_stale_handle_is_an_error(tiny_moe_folder: Path) -> None:
+    harness = Harness(
+        tiny_moe_folder, depth=0, make_executor=make_executor(tiny_moe_folder), **OPTIONS
+    )
+    harness.add([5, 6, 7], max_new_tokens=4)
+    harness.step()
+    harness.executor._runner._tenants._generation += 1
+    with pytest.raises(InvariantError, match="stale slots"):
+        harness.run()
+
+
+def test_the_configuration_is_refused_where_kernels_cannot_do_it(tiny_moe_folder: Path) -> None:
+    for name, value in (("page_size", 12), ("max_running", 5000), ("lanes", "threaded")):
+        with pytest.raises(Exception, match=name):
+            make_config(tiny_moe_folder, device="cuda", **{name: value})
