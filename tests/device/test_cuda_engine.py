@@ -58,6 +58,7 @@ def test_a_draw_that_is_shaped_is_that_of_the_cpu() -> None:
         np.testing.assert_allclose(a.prompt_logprobs[1:], b.prompt_logprobs[1:], atol=2e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_submitting_waits_for_nothing(wanted, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch raises at any call that would wait for the GPU."""
     original, num_steps = Executor.submit, []

@@ -3,13 +3,17 @@
 On a CPU Triton's interpreter runs the kernels of the step, and plain torch the model's.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
+from dovetail.exec.cuda.graphs import Tiers, decode_tiers, token_tiers
 from dovetail.exec.cuda.runner import CudaRunner
+from dovetail.exec.cuda.step import Forwarded, StepShape
 from dovetail.exec.device import CpuDevice
 from dovetail.exec.executor import Executor
 from dovetail.kernels.ref.backend import RefKernels
@@ -47,10 +51,29 @@ REQUESTS = [
 ]
 
 
-def make_executor(folder: Path):
-    def make(config) -> Executor:
+class RunAnew:
+    """Graphs that record nothing: a step is padded as for a graph, and then run."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self.padded = tiers.padded
+        self.runner: CudaRunner | None = None
+        self.seen: set[StepShape] = set()
+
+    def replay(self, padded: StepShape) -> Forwarded:
+        assert self.runner is not None and padded in self._tiers.shapes
+        self.seen.add(padded)
+        return self.runner.forward(padded)
+
+
+def make_executor(folder: Path, make_graphs: Callable[[EngineConfig], RunAnew] | None = None):
+    def make(config: EngineConfig) -> Executor:
         device, model = CpuDevice(), load_model(folder, config.dtype)
-        return Executor(config, CudaRunner(config, model, device, RefKernels()), device)
+        graphs = make_graphs and make_graphs(config)
+        runner = CudaRunner(config, model, device, RefKernels(), graphs)
+        if graphs:
+            graphs.runner = runner
+        return Executor(config, runner, device)
 
     return make
 
@@ -66,10 +89,9 @@ def outputs_of(folder: Path, depth: int, **options: object) -> dict:
     return harness.outputs
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_it_gives_what_the_cpu_gives(depth: int, tiny_moe_folder: Path) -> None:
-    wanted = outputs_of(tiny_moe_folder, depth)
-    ours = outputs_of(tiny_moe_folder, depth, make_executor=make_executor(tiny_moe_folder))
+def check_it_gives_what_the_cpu_gives(folder: Path, depth: int, make) -> None:
+    wanted = outputs_of(folder, depth)
+    ours = outputs_of(folder, depth, make_executor=make)
     assert wanted.keys() == ours.keys()
     for key, output in wanted.items():
         assert ours[key].token_ids == output.token_ids
@@ -80,6 +102,38 @@ def test_it_gives_what_the_cpu_gives(depth: int, tiny_moe_folder: Path) -> None:
                 assert np.array_equal(rows, theirs)
             else:
                 np.testing.assert_allclose(rows, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_it_gives_what_the_cpu_gives(depth: int, tiny_moe_folder: Path) -> None:
+    check_it_gives_what_the_cpu_gives(tiny_moe_folder, depth, make_executor(tiny_moe_folder))
+
+
+def test_padding_changes_nothing(tiny_moe_folder: Path) -> None:
+    """As graphs need it: rows and tokens beyond the step, in decode steps and mixed ones."""
+    made: list[RunAnew] = []
+
+    def make_graphs(config: EngineConfig) -> RunAnew:
+        tile_tokens = RefKernels().tile_tokens(3)
+        made.append(RunAnew(Tiers(max_rows=5, max_tokens=13, tile_tokens=tile_tokens)))
+        return made[0]
+
+    make = make_executor(tiny_moe_folder, make_graphs)
+    check_it_gives_what_the_cpu_gives(tiny_moe_folder, 1, make)
+    assert {(shape.num_rows, shape.num_tokens) for shape in made[0].seen} >= {(4, 4), (5, 13)}
+
+
+def test_tiers_hold_every_step_they_are_asked_for() -> None:
+    assert decode_tiers(1) == (1,) and decode_tiers(3) == (1, 2, 3)
+    assert decode_tiers(100) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100)
+    assert token_tiers(256, 8448)[:2] == (256, 512) and token_tiers(256, 8448)[-1] == 2048
+    assert token_tiers(300, 700) == (512, 700) and token_tiers(4000, 9000) == (4000,)
+    tiers = Tiers(max_rows=300, max_tokens=9000, tile_tokens=16)
+    for num_tokens in (1, 299, 512, 513, 2048):
+        padded = tiers.padded(StepShape(2, num_tokens, 0, 9))
+        assert padded in tiers.shapes and padded.num_tokens >= max(num_tokens, padded.num_rows)
+    assert tiers.padded(StepShape(2, 2049, 0, 200)) is None
+    assert tiers.padded(StepShape(299, 299, 299, 0)) == StepShape(300, 300, 300, 0)
 
 
 def test_a_row_past_its_pages_is_an_error(tiny_moe_folder: Path) -> None:

@@ -86,7 +86,7 @@ def _add_device_flags(group: "argparse._ArgumentGroup") -> None:
     )  # fmt: skip
     group.add_argument(
         "--no-graphs", dest="graphs", default=_UNSET, action="store_false",
-        help="on a GPU, launch each kernel of a decode step by itself",
+        help="on a GPU, launch each kernel of a step by itself",
     )  # fmt: skip
 
 

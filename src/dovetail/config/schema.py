@@ -48,7 +48,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             (the experts that each MoE layer chose) and ``expert_weights`` (their weights).
         num_threads: intra-op threads of the forward; None decides by the model's width.
         lanes: ``inline`` runs device work at submission, ``threaded`` on a thread a lane.
-        graphs: on a GPU, record decode steps as CUDA graphs when the engine starts.
+        graphs: on a GPU, record steps as CUDA graphs when the engine starts.
     """
 
     model: str | None = None

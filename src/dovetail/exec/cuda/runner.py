@@ -16,7 +16,7 @@ from dovetail.attention.backend import ForwardContext
 from dovetail.attention.tiled import TiledAttention
 from dovetail.capture.direct import DirectRecorder
 from dovetail.config.schema import EngineConfig
-from dovetail.exec.cuda.graphs import DecodeGraphs
+from dovetail.exec.cuda.graphs import StepGraphs
 from dovetail.exec.cuda.pack import pack
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors, step_shape
 from dovetail.exec.cuda.tenants import Tenants
@@ -56,7 +56,7 @@ class CudaRunner:
         model: CausalLM,
         device: Device,
         kernels: Kernels,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         where, geometry = device.torch_device, config.model
         self._config = config
@@ -81,12 +81,6 @@ class CudaRunner:
             tile_tokens=self._tile_tokens,
         )
         device.register_state(*self._slots.tensors, *self._inputs.tensors)
-
-    @torch.inference_mode()
-    def record_graphs(self) -> None:
-        """Record what is to be replayed; before the first step, when the inputs are padding."""
-        if self._graphs is not None:
-            self._graphs.record(self.forward)
 
     @torch.inference_mode()
     def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
@@ -135,6 +129,7 @@ class CudaRunner:
             self._pack_snapshot(plan, layout, DevicePayload(payload))
             self._write_scores(plan, forwarded, draws, layout, DevicePayload(payload), result)
 
+    @torch.inference_mode()
     def forward(self, shape: StepShape) -> Forwarded:
         """Forward what the inputs hold, and draw plainly for each row.
 
