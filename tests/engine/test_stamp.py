@@ -13,6 +13,7 @@ from dovetail.errors import InvariantError
 from dovetail.exec.device import CpuDevice
 from dovetail.exec.executor import Executor
 from dovetail.exec.pending import PendingStep
+from dovetail.exec.runner import StepRunner
 from dovetail.sched.plan import StepPlan
 from dovetail.sched.sequence import Sequence
 from dovetail.wire.request import LogprobParams
@@ -32,7 +33,7 @@ class Stamped(Stepper):
         self.model = StampModel(config.model)
         super().__init__(
             config,
-            Executor(config, self.model, CpuDevice()),
+            Executor(config, StepRunner(config, self.model, CpuDevice()), CpuDevice()),
             token_bytes=lambda _: b"",
         )
         self.loop.executor = self

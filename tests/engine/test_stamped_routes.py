@@ -255,7 +255,7 @@ def release_before_the_gather(monkeypatch) -> None:
 
 def read_rows_of_the_forward_before(monkeypatch) -> None:
     """The fixed buffer is stored before the forward has written it."""
-    original = StepRunner.run
+    original = StepRunner.run_packet
 
     def run(self, packet, layout, result, payload):
         kept = {name: buffer.clone() for name, buffer in self._rows.buffers.items()}
@@ -270,7 +270,7 @@ def read_rows_of_the_forward_before(monkeypatch) -> None:
         original(self, packet, layout, result, payload)
         self._keep_rows = keep
 
-    monkeypatch.setattr(StepRunner, "run", run)
+    monkeypatch.setattr(StepRunner, "run_packet", run)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def copy_lane_reads_state(patch: MonkeyPatch) -> None:
         drawn[self] = (self._state, rows.rows.slot[at].copy(), at)
 
     def remember_block(
-        _: None, self: Executor, staged: Any, layout: Any, result: TransferBlock, payload: Any
+        _: None, self: Executor, plan: Any, staged: Any, layout: Any, result: TransferBlock, *a: Any
     ) -> None:
         if self._runner in drawn:
             sampled[result] = drawn.pop(self._runner)

@@ -72,7 +72,8 @@ def test_rotary_turns_pairs_by_position(dtype: torch.dtype) -> None:
     # A view, as it is where nothing normalises q and k.
     before = randn(4, 5, dim, dtype=dtype)[:, :4]
     positions = [0, 31, 5, 5]
-    after = api.rotary(before, *rotary(torch.tensor(positions)))
+    rotation = rotary(torch.tensor(positions))
+    after = api.rotary(before, rotation.cos_T1D, rotation.sin_T1D)
     assert after.dtype == dtype and after.shape == before.shape
     exact = torch.empty(before.shape, dtype=torch.float64)
     for t, position in enumerate(positions):

@@ -120,7 +120,7 @@ def test_token_by_token_is_the_same_as_at_once(make: Any, tmp_path: Path) -> Non
     theirs = make()
     theirs.save_pretrained(tmp_path)
     model = load(tmp_path)
-    attention = DenseAttention()
+    attention = DenseAttention(model)
     with torch.inference_mode():
         hidden = [model.hidden(step(attention, [t], i)) for i, t in enumerate(PROMPT)]
         logits = model.logits(torch.cat(hidden))
@@ -156,7 +156,7 @@ def test_logits_are_float32_and_follow_the_rows_asked_for(tmp_path: Path) -> Non
     random_llama().save_pretrained(tmp_path)
     model = load(tmp_path, torch.bfloat16)
     with torch.inference_mode():
-        hidden = model.hidden(step(DenseAttention(), PROMPT))
+        hidden = model.hidden(step(DenseAttention(model), PROMPT))
         some = model.logits(hidden[[19, 3]])
     assert hidden.dtype == torch.bfloat16 and hidden.shape == (20, 48)
     assert some.dtype == torch.float32 and some.shape == (2, 160)

@@ -7,17 +7,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.attention.backend import ForwardContext
+from dovetail.attention.backend import ForwardContext, QkNorm, Rotation, rotated_heads
+from dovetail.models.decoder import DecoderLM
 
 
 class DenseAttention:
     """Attention of one sequence over all tokens it was given, step after step."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: DecoderLM) -> None:
+        layer = model.model.layers[0].self_attn
+        self._heads = {"num_kv_heads": layer.num_kv_heads, "head_dim": layer.head_dim}
         self._kv: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, qkv_TF: Tensor, qk_norm: QkNorm | None, rotation: Rotation
+    ) -> Tensor:
         """Append k and v, then attend causally."""
+        q_THD, k_TKD, v_TKD = rotated_heads(qkv_TF, qk_norm, rotation, **self._heads)
         if layer in self._kv:
             past_k, past_v = self._kv[layer]
             k_TKD, v_TKD = torch.cat((past_k, k_TKD)), torch.cat((past_v, v_TKD))

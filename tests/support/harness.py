@@ -12,6 +12,7 @@ from dovetail.dist.comm import LocalComm
 from dovetail.exec.device import CpuDevice, Device
 from dovetail.exec.executor import Executor
 from dovetail.exec.pending import StepExecutor
+from dovetail.exec.runner import StepRunner
 from dovetail.models.decoder import DecoderLM
 from dovetail.models.registry import build_model
 from dovetail.text.tokenizer import Tokenizer
@@ -56,7 +57,8 @@ class Harness(Stepper):
         self.tokenizer = load_tokenizer(folder)
         if make_executor is None:
             model = load_model(folder, config.dtype)
-            executor: StepExecutor = Executor(config, model, device or CpuDevice())
+            device = device or CpuDevice()
+            executor: StepExecutor = Executor(config, StepRunner(config, model, device), device)
         else:
             executor = make_executor(config)
         super().__init__(

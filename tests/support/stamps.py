@@ -11,6 +11,7 @@ from dovetail.attention.backend import ForwardContext
 from dovetail.config.model import MoeConfig
 from dovetail.exec.device import CpuDevice, Device
 from dovetail.exec.executor import Executor
+from dovetail.exec.runner import StepRunner
 from tests.support.scripted import VOCAB_SIZE, plain_config
 from tests.support.stepper import Stepper
 
@@ -97,5 +98,7 @@ def stepper_of(
         capture=("experts",),
         moe=moe,
     )
-    executor = Executor(config, RoutingStampModel(config.model), device or CpuDevice())
+    device = device or CpuDevice()
+    runner = StepRunner(config, RoutingStampModel(config.model), device)
+    executor = Executor(config, runner, device)
     return Stepper(config, executor, token_bytes=lambda _: b"")

@@ -105,7 +105,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, comm: Comm | None = N
 @torch.inference_mode()
 def our_logits(model: DecoderLM, token_ids: list[int]) -> Tensor:
     """Return the logits of all tokens by our model, float32 [T, V]."""
-    return model.logits(model.hidden(step(DenseAttention(), token_ids)))
+    return model.logits(model.hidden(step(DenseAttention(model), token_ids)))
 
 
 def max_diff(ours: Tensor, theirs: Tensor) -> float:

@@ -5,7 +5,7 @@ Must not know where page tables come from: it is bound to cache slots that are
 already worked out.
 
 Shape legend: T tokens, R rows, D decode rows, S cached tokens of a row, H query heads,
-K KV heads, C cache slots, L layers.
+K KV heads, D head dim, C cache slots, L layers, F = (H + 2 K) D.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dovetail.attention.backend import QkNorm, Rotation, rotated_heads
 from dovetail.kernels import api
 from dovetail.kernels.scratch import Scratch
 
@@ -74,9 +75,14 @@ class PagedAttention:
         self._scratch = scratch
         self._biases = [_padding_bias(group, dtype) for group in rows.decode_groups]
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """Write k and v of the step's tokens, then attend causally within each row."""
+    def attend(
+        self, layer: int, qkv_TF: Tensor, qk_norm: QkNorm | None, rotation: Rotation
+    ) -> Tensor:
+        """See ``StepAttention``."""
         rows, k_cache, v_cache = self._rows, self._k_cache[layer], self._v_cache[layer]
+        q_THD, k_TKD, v_TKD = rotated_heads(
+            qkv_TF, qk_norm, rotation, num_kv_heads=k_cache.shape[1], head_dim=k_cache.shape[2]
+        )
         api.write_kv(k_cache, rows.kv_slots_T, k_TKD)
         api.write_kv(v_cache, rows.kv_slots_T, v_TKD)
         if len(rows.decode_groups) == 1 and not rows.prefill_rows:

@@ -16,17 +16,22 @@ from torch import Tensor
 from dovetail.capture.sidecar import filled
 from dovetail.config.capture import ColumnSpec
 from dovetail.kernels import api
+from dovetail.kernels.backend import Capture
 
 
 class ExpertRecorder(Protocol):
     """What a router may know of capture."""
 
+    def direct(self, moe_layer: int) -> Capture | None:
+        """Return where the choice itself writes the ids; None leaves that to ``record``."""
+        ...
+
     def record(self, moe_layer: int, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        """Take down the experts of the step's tokens.
+        """Take down what the choice has not written of the step's tokens.
 
         Args:
             moe_layer: number of the layer among those with experts.
-            ids_TK: int64, logical ids in the router's order, before any remapping.
+            ids_TK: int64 or int32, logical ids in the router's order, before any remapping.
             weights_TK: float32, as the experts' outputs are weighted.
         """
         ...
@@ -54,6 +59,9 @@ class StepRows:
         """Forget the rows of the forward before."""
         for name, buffer in self.buffers.items():
             api.fill_rows(buffer, slice(num_tokens), self._specs[name].poison)
+
+    def direct(self, moe_layer: int) -> Capture | None:
+        """Return None: the rows lie by token here, not by cache slot."""
 
     def record(self, moe_layer: int, ids_TK: Tensor, weights_TK: Tensor) -> None:
         """See ``ExpertRecorder``."""

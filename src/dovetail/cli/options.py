@@ -6,7 +6,7 @@ Owns the spelling of flags. Defaults are those of the structs that the flags fil
 import argparse
 from typing import Any, get_args
 
-from dovetail.config.schema import EngineOptions, PolicyName
+from dovetail.config.schema import DeviceName, EngineOptions, LoadFormat, PolicyName
 from dovetail.wire.request import LogprobKind, SamplingParams
 
 _UNSET = (
@@ -26,6 +26,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype", default=_UNSET, choices=["auto", "float32", "bfloat16"],
         help="of weights, activations and KV (default: auto)",
     )  # fmt: skip
+    _add_device_flags(group)
     group.add_argument(
         "--depth", default=_UNSET, type=int, metavar="N",
         help="steps in flight while the next is planned: 0 synchronous, 1 overlap (default: 1)",
@@ -70,6 +71,22 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-threads", default=_UNSET, type=int, metavar="N",
         help="threads inside an operation (default: 1 for a narrow model, else one a core)",
+    )  # fmt: skip
+
+
+def _add_device_flags(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--device", default=_UNSET, choices=get_args(DeviceName),
+        help="where the model runs; cuda is one NVIDIA GPU (default: cpu)",
+    )  # fmt: skip
+    group.add_argument(
+        "--load-format", default=_UNSET, choices=get_args(LoadFormat),
+        help="dummy: random weights, for a model folder that has a config.json alone "
+        "(default: safetensors)",
+    )  # fmt: skip
+    group.add_argument(
+        "--no-graphs", dest="graphs", default=_UNSET, action="store_false",
+        help="on a GPU, launch each kernel of a step by itself",
     )  # fmt: skip
 
 

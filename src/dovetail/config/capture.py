@@ -34,6 +34,13 @@ class ColumnSpec:
     poison: float
 
     @property
+    def is_poison_all_ones(self) -> bool:
+        """True if memory whose bits are all 1 is poison; of floats that is a NaN."""
+        if self.dtype.kind == "f":
+            return bool(np.isnan(self.poison))
+        return set(np.array(self.poison, dtype=self.dtype).tobytes()) == {255}
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))

@@ -18,6 +18,9 @@ from dovetail.errors import ConfigError
 MAX_CHUNK_SIZE = 2**20
 """Buffers hold a whole chunk, whether or not one ever comes."""
 
+MAX_CUDA_RUNNING = 4095
+MIN_CUDA_HEAD_DIM = 16
+
 MAX_READOUT_BYTES = 2**22
 """Kept free for read-outs: what a step copies for one request, the others wait for."""
 
@@ -65,6 +68,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
     reasons: dict[str, str] = {}
     folder, reasons["model_folder"] = locate_model(options.model)
     model = ModelConfig.from_folder(folder)
+    if options.device == "cuda":
+        _check_cuda(options, model)
     dtype = _decide_dtype(options, model, reasons)
     context_len = _decide_context_len(options, model, reasons)
     capture = checked_capture(options.capture, model)
@@ -76,7 +81,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     reasons["max_step_tokens"] = "chunk_size + max_running: a chunk beside a full decode batch"
     for name in (
         "device", "page_size", "max_running", "max_queued", "policy", "prefix_cache", "capture",
-        "lanes",
+        "lanes", "load_format", "graphs",
     ):  # fmt: skip
         reasons[name] = _given(options, name)
     return EngineConfig(
@@ -100,6 +105,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
         capture=capture,
         num_threads=_decide_num_threads(options, model, reasons),
         lanes=options.lanes,
+        load_format=options.load_format,
+        graphs=options.graphs,
         reasons=reasons,
     )
 
@@ -150,10 +157,39 @@ def _check_ranges(options: EngineOptions) -> None:
         )
 
 
+def _check_cuda(options: EngineOptions, model: ModelConfig) -> None:
+    """Refuse what the GPU's kernels cannot do."""
+    if options.lanes != "inline":
+        raise ConfigError("lanes", "are CUDA streams on a GPU; leave out --lanes")
+    if options.max_running > MAX_CUDA_RUNNING:
+        raise ConfigError(
+            "max_running",
+            f"is {options.max_running}; on a GPU one kernel goes through all rows of a step, so "
+            f"give at most {MAX_CUDA_RUNNING}",
+        )
+    if not _is_power_of_two(options.page_size):
+        raise ConfigError(
+            "page_size", f"is {options.page_size}; on a GPU it must be a power of two, such as 16"
+        )
+    if model.head_dim < MIN_CUDA_HEAD_DIM or not _is_power_of_two(model.head_dim):
+        raise ConfigError(
+            "model",
+            f"has heads of {model.head_dim} dimensions; the GPU's kernels take powers of two from "
+            f"{MIN_CUDA_HEAD_DIM} on, so run it with --device cpu",
+        )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
 def _decide_dtype(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> DTypeName:
     if options.dtype != "auto":
         reasons["dtype"] = "given"
         return options.dtype
+    if options.device == "cuda":
+        reasons["dtype"] = "default on a GPU: what its matrix units are made for"
+        return "bfloat16"
     reasons["dtype"] = "default on a CPU: float32 is exact and, on most CPUs, faster than bfloat16"
     return "float32"
 

@@ -5,15 +5,20 @@ Owns two different types on purpose: ``EngineOptions`` is what somebody typed
 comes with a reason. ``config.resolve`` alone turns one into the other.
 """
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from dovetail.config.capture import ColumnSpec, column_specs
+from dovetail.config.hub import EMBEDDED_MODEL
 from dovetail.config.model import ModelConfig
 
+TOKENIZER_FILE = "tokenizer.json"
 PolicyName = Literal["fcfs", "priority", "longest-prefix"]
 DTypeName = Literal["float32", "bfloat16"]
+DeviceName = Literal["cpu", "cuda"]
+LoadFormat = Literal["safetensors", "dummy"]
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +28,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         model: a Hugging Face model folder, or the name of a model on the hub, such as
             ``Qwen/Qwen3-0.6B`` (needs the extra ``hub``); None is the embedded tiny MoE.
         dtype: ``float32``, ``bfloat16`` or ``auto`` (see ``config.resolve``).
-        device: ``cpu``.
+        device: ``cpu``, or ``cuda`` for one NVIDIA GPU.
+        load_format: ``safetensors``, or ``dummy`` for random weights: of the model's folder only
+            ``config.json`` is then needed, and the text is that of the embedded tokenizer.
         depth: steps in flight while the next one is planned; 0 is synchronous,
             1 is overlap.
         page_size: tokens per KV page.
@@ -41,11 +48,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             (the experts that each MoE layer chose) and ``expert_weights`` (their weights).
         num_threads: intra-op threads of the forward; None decides by the model's width.
         lanes: ``inline`` runs device work at submission, ``threaded`` on a thread a lane.
+        graphs: on a GPU, record steps as CUDA graphs when the engine starts.
     """
 
     model: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: Literal["cpu"] = "cpu"
+    device: DeviceName = "cpu"
+    load_format: LoadFormat = "safetensors"
     depth: int | None = None
     page_size: int = 16
     kv_memory: int | str = "512MiB"
@@ -59,6 +68,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     capture: tuple[str, ...] = ()
     num_threads: int | None = None
     lanes: Literal["inline", "threaded"] = "inline"
+    graphs: bool = True
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +90,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_folder: str
     model: ModelConfig
     dtype: DTypeName
-    device: str
+    device: DeviceName
+    load_format: LoadFormat
     depth: int
     page_size: int
     num_pages: int
@@ -95,7 +106,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     capture: tuple[str, ...]
     num_threads: int
     lanes: str
+    graphs: bool
     reasons: dict[str, str]
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Where the tokenizer is; a model with random weights may have none of its own."""
+        own = Path(self.model_folder)
+        if self.load_format == "dummy" and not (own / TOKENIZER_FILE).is_file():
+            return str(EMBEDDED_MODEL)
+        return str(own)
 
     @property
     def max_pages_per_sequence(self) -> int:

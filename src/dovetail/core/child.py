@@ -12,7 +12,6 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 
@@ -78,7 +77,7 @@ class EngineServer:
         config = resolve(msgspec.msgpack.decode(start.options, type=EngineOptions))
         return LocalEngine(
             config,
-            Tokenizer.from_folder(Path(config.model_folder)),
+            Tokenizer.from_folder(config.tokenizer_folder),
             on_progress=lambda done, total: self._send(Loading(done, total)),
         )
 

@@ -41,7 +41,7 @@ class EngineClient:
         folder = Path(port.config.model_folder)
         self._port = port
         self.config: EngineConfig = port.config
-        self.tokenizer = tokenizer or Tokenizer.from_folder(folder)
+        self.tokenizer = tokenizer or Tokenizer.from_folder(port.config.tokenizer_folder)
         self.requests = RequestMaker(
             self.tokenizer,
             ChatTemplate.from_folder(folder, self.tokenizer),

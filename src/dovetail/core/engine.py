@@ -31,7 +31,7 @@ class Engine:
     Args:
         model: a Hugging Face model folder or a name on the hub; None is the embedded tiny MoE.
         on_progress: called with (bytes read, bytes in all) while weights load.
-        device: for tests; None makes the one that the options name.
+        on_device: for tests; None makes the one that the options name.
         options: see ``EngineOptions``.
 
     Thread-safe. Use as a context manager or call ``close``. ``port`` is the engine under this
@@ -46,14 +46,16 @@ class Engine:
         model: str | Path | None = None,
         *,
         on_progress: Progress | None = None,
-        device: Device | None = None,
+        on_device: Device | None = None,
         **options: object,
     ) -> None:
         if model is not None:
             options["model"] = str(model)
         self.config = resolve(options_from(options))
-        self.tokenizer = Tokenizer.from_folder(Path(self.config.model_folder))
-        self.port = LocalEngine(self.config, self.tokenizer, on_progress=on_progress, device=device)
+        self.tokenizer = Tokenizer.from_folder(self.config.tokenizer_folder)
+        self.port = LocalEngine(
+            self.config, self.tokenizer, on_progress=on_progress, device=on_device
+        )
         self._client = EngineClient(self.port, self.tokenizer)
         self._requests = self._client.requests
 

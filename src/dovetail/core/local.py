@@ -7,6 +7,7 @@ knows nothing of text but the bytes of tokens.
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,12 +20,14 @@ from dovetail.core.mailbox import Deliver, Inbox, Outbox
 from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, Progress, health_of
 from dovetail.dist.comm import LocalComm
 from dovetail.errors import EngineError
-from dovetail.exec.device import CpuDevice, Device, ThreadedCpuDevice
+from dovetail.exec.device import Device
 from dovetail.exec.executor import Executor
+from dovetail.exec.registry import load_backend
 from dovetail.exec.selftest import check_capture_works
 from dovetail.models.registry import build_model, check_capture
 from dovetail.sched.scheduler import Scheduler
 from dovetail.text.tokenizer import Tokenizer
+from dovetail.weights.dummy import fill_with_noise
 from dovetail.weights.load import check_weights, load_weights
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close
 from dovetail.wire.request import Request
@@ -142,15 +145,25 @@ def _end_loop(inbox: Inbox, thread: threading.Thread) -> None:
 def _build_executor(
     config: EngineConfig, device: Device | None, on_progress: Progress | None
 ) -> Executor:
-    if device is None:
-        device = ThreadedCpuDevice() if config.lanes == "threaded" else CpuDevice()
     check_capture(config.model, config.capture)
-    comm, folder, dtype = LocalComm(), Path(config.model_folder), getattr(torch, config.dtype)
-    # Without memory first: sizes that are not the checkpoint's may be more than there is.
-    check_weights(build_model(config.model, dtype=dtype, device="meta", comm=comm), folder)
-    model = build_model(config.model, dtype=dtype, device=device.torch_device, comm=comm)
-    load_weights(model, folder, comm=comm, on_progress=on_progress)
-    executor = Executor(config, model, device)
+    backend, comm, folder = load_backend(config, device), LocalComm(), Path(config.model_folder)
+    build = partial(
+        build_model,
+        config.model,
+        dtype=getattr(torch, config.dtype),
+        comm=comm,
+        kernels=backend.kernels,
+    )
+    is_dummy = config.load_format == "dummy"
+    if not is_dummy:
+        # Without memory first: sizes that are not the checkpoint's may be more than there is.
+        check_weights(build(device="meta"), folder)
+    model = build(device=backend.device.torch_device)
+    if is_dummy:
+        fill_with_noise(model)
+    else:
+        load_weights(model, folder, comm=comm, on_progress=on_progress)
+    executor = Executor(config, backend.make_runner(model), backend.device)
     if config.capture:
         try:
             check_capture_works(executor, config)

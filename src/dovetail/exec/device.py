@@ -70,6 +70,10 @@ class Device(Protocol):
         """Return host memory, uint8 [num_bytes], that the device can copy from and to."""
         ...
 
+    def device_block(self, num_bytes: int) -> Tensor:
+        """Return zeroed device memory, uint8 [num_bytes], that the compute lane may use at once."""
+        ...
+
     def recycle(self, block: Tensor) -> None:
         """Called when a ring takes ``block`` back and before it hands it out again."""
         ...
@@ -122,6 +126,10 @@ class CpuDevice:
 
     def host_block(self, num_bytes: int) -> Tensor:
         """Return plain memory; there is nothing to pin."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def device_block(self, num_bytes: int) -> Tensor:
+        """Return plain memory."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def recycle(self, block: Tensor) -> None:
@@ -204,6 +212,10 @@ class ThreadedCpuDevice:
 
     def host_block(self, num_bytes: int) -> Tensor:
         """Return plain memory; there is nothing to pin."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def device_block(self, num_bytes: int) -> Tensor:
+        """Return plain memory."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def recycle(self, block: Tensor) -> None:

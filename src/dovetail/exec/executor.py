@@ -3,22 +3,54 @@
 Owns the lanes and the transfer rings. ``submit`` queues a step and returns; nothing in
 it waits for a forward. A step's data crosses to the device in one packet on the compute
 lane, and comes back on the copy lane in one result block, with one payload block beside
-it if the plan asks for more than tokens.
+it if the plan asks for more than tokens. Must not know what a device's memory looks
+like: that is the business of its ``Runner``.
 """
 
 from functools import partial
+from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.device import Device, Event
-from dovetail.exec.packet import PacketWriter, packet_schema, read_packet
+from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.pending import PendingStep
 from dovetail.exec.readback import RESULT_WORDS, PayloadLayout, payload_layout, read_result
 from dovetail.exec.ring import BlockRing, TransferBlock
-from dovetail.exec.runner import StepRunner
-from dovetail.models.causal_lm import CausalLM
 from dovetail.sched.plan import StepPlan, StepResult
+
+
+class Runner(Protocol):
+    """The compute lane's part of a step. Owns the device memory; each device has its own.
+
+    All methods run as work of the compute lane, in order. Blocks are uint8, on the device.
+    """
+
+    def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
+        """Gather the columns of the plan's read-outs into the payload block."""
+        ...
+
+    def run(
+        self,
+        plan: StepPlan,
+        packet: Tensor,
+        layout: PayloadLayout,
+        result: Tensor,
+        payload: Tensor | None,
+    ) -> None:
+        """Forward the packet's rows, draw, and pack what leaves the step.
+
+        Args:
+            plan: for what must be known where work is launched, such as its shape: to read it off
+                the packet would be to wait for the device.
+            packet: the plan as it was uploaded.
+            layout: of the payload block.
+            result: see ``exec.readback``.
+            payload: None if the plan asks for tokens alone.
+        """
+        ...
 
 
 class Executor:
@@ -29,10 +61,10 @@ class Executor:
     Loop thread only.
     """
 
-    def __init__(self, config: EngineConfig, model: CausalLM, device: Device) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, device: Device) -> None:
         self._config = config
         self._device = device
-        self._runner = StepRunner(config, model, device)
+        self._runner = runner
         self._columns = config.columns
         self._schema = packet_schema(config)
         self._writer = PacketWriter(self._schema)
@@ -52,6 +84,7 @@ class Executor:
         staged, result = self._stage(plan), self._results.acquire()
         compute.submit(
             self._run,
+            plan,
             staged,
             layout,
             result,
@@ -113,20 +146,22 @@ class Executor:
     # -- compute-lane work ---------------------------------------------------------------
 
     def _read_out(self, layout: PayloadLayout, payload: TransferBlock) -> None:
-        self._runner.read_out(layout, payload.device.numpy())
+        self._runner.read_out(layout, payload.device)
 
     def _run(
         self,
+        plan: StepPlan,
         staged: TransferBlock,
         layout: PayloadLayout,
         result: TransferBlock,
         payload: TransferBlock | None,
     ) -> None:
         self._runner.run(
-            read_packet(self._schema, staged.device.numpy().view(np.int32)),
+            plan,
+            staged.device,
             layout,
-            result.device.numpy().view(np.int32),
-            None if payload is None else payload.device.numpy(),
+            result.device,
+            None if payload is None else payload.device,
         )
 
 

@@ -20,7 +20,7 @@ class KVStore:
     """KV and sidecars by cache slot.
 
     Attributes:
-        k_LCKD, v_LCKD: the pools, in the model's dtype.
+        k_LCKD, v_LCKD: the pools, in the model's dtype. The last slot is the sink, as in sidecars.
         sidecars: column -> its rows; ``tokens`` (int32, the input token at each cached position)
             always exists.
     """
@@ -28,7 +28,7 @@ class KVStore:
     def __init__(self, config: EngineConfig, device: Device) -> None:
         model = config.model
         num_slots = config.num_pages * config.page_size
-        shape = (model.num_layers, num_slots, model.num_kv_heads, model.head_dim)
+        shape = (model.num_layers, num_slots + 1, model.num_kv_heads, model.head_dim)
         dtype = getattr(torch, config.dtype)
         self.k_LCKD = torch.zeros(shape, dtype=dtype, device=device.torch_device)
         self.v_LCKD = torch.zeros(shape, dtype=dtype, device=device.torch_device)

@@ -11,10 +11,14 @@ from numpy.typing import NDArray
 
 from dovetail.config.capture import ColumnSpec
 from dovetail.config.payload import MASK_HEAD_WORDS, PAYLOAD_ALIGN
+from dovetail.errors import InvariantError
 from dovetail.sched.plan import Readout, Score, StepPlan, StepResult, TokenScores
 
 RESULT_WORDS = 3
 """Words a row of the result block: token id, logprob bits, status."""
+
+BROKEN_ROW = -1
+"""What a device writes as the status of a row that breaks a rule, where it cannot raise."""
 
 Bytes = NDArray[np.uint8]
 
@@ -124,9 +128,17 @@ def read_result(
     *,
     max_rows: int,
 ) -> StepResult:
-    """Return the step's result as copies of what lies in its host blocks."""
+    """Return the step's result as copies of what lies in its host blocks.
+
+    Raises:
+        InvariantError: the device found that a row breaks a rule.
+    """
     table = result_words[: RESULT_WORDS * max_rows].reshape(RESULT_WORDS, max_rows)
     words = table[:, : len(plan.rows)].copy()
+    broken = np.flatnonzero(words[2] == BROKEN_ROW)
+    if len(broken):
+        slots = plan.rows.slot[broken].tolist()
+        raise InvariantError(f"rows of slots {slots} write past the pages reserved for them")
     # An empty read-out or score takes no bytes, so there may be no block at all.
     block = np.zeros(0, dtype=np.uint8) if payload is None else payload
     return StepResult(

@@ -1,7 +1,6 @@
 """Rings of transfer blocks: a step owns its block until it retires."""
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dovetail.errors import InvariantError
@@ -25,7 +24,7 @@ class TransferBlock:
         num_bytes = -(-num_bytes // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
         self.num_bytes = num_bytes
         self.host = device.host_block(num_bytes)
-        self.device = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
+        self.device = device.device_block(num_bytes)
         self._host_words = self.host.numpy().view(np.int32)  # once: ``numpy()`` is a torch op
         self.words = self.open()
         self.fence: Event | None = None

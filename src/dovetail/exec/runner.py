@@ -1,7 +1,8 @@
-"""The compute lane's part of a step: read-outs, forward, draws, scores.
+"""The compute lane's part of a step on a CPU: read-outs, forward, draws, scores.
 
 Owns the device memory (KV, slot state) and is its only writer. Every method runs as
 work of the compute lane, so in order. Must not know lanes, rings or the host's side.
+Device memory is host memory here, and is read and written through numpy.
 
 Shape legend: T tokens, R rows, N rows that sample, M model dim, V vocabulary.
 """
@@ -16,41 +17,33 @@ from torch import Tensor
 from dovetail.attention.backend import ForwardContext
 from dovetail.attention.paged import PagedAttention
 from dovetail.capture.rows import StepRows
-from dovetail.config.payload import MASK_HEAD_WORDS
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.batch import DeviceBatch, StepInputs, check_handles, sequence_slots, unpack
 from dovetail.exec.device import Device
 from dovetail.exec.kv import KVStore
-from dovetail.exec.packet import PacketView
-from dovetail.exec.readback import (
-    RESULT_WORDS,
-    Bytes,
-    PayloadLayout,
-    ScoreSlices,
-)
+from dovetail.exec.packet import PacketView, packet_schema, read_packet
+from dovetail.exec.readback import RESULT_WORDS, Bytes, PayloadLayout
+from dovetail.exec.scores import HostPayload, ScoredStep, ScoreWriter
 from dovetail.exec.state import DeviceState
 from dovetail.kernels import api
 from dovetail.kernels.scratch import Scratch
 from dovetail.models.causal_lm import CausalLM
-from dovetail.sampling.masks import Support, support_of
 from dovetail.sampling.sampler import History, draw
-from dovetail.sched.plan import LogprobKindId, RowStatus
-
-HEAD_BLOCK = 64
-"""Rows of hidden states that become logits at once when a prompt is scored: logits of a whole
-chunk would be the largest tensor of the step."""
+from dovetail.sched.plan import RowStatus, StepPlan
 
 
 class StepRunner:
-    """Runs unpacked plans on the model."""
+    """Runs packets on the model; an ``exec.executor.Runner``."""
 
     def __init__(self, config: EngineConfig, model: CausalLM, device: Device) -> None:
         self._config = config
+        self._schema = packet_schema(config)
         self._model = model
         self._kv = KVStore(config, device)
         self._state = DeviceState(config, device)
         self._inputs = StepInputs(config.max_running)
         self._scratch = Scratch()
+        self._scores = ScoreWriter(model, self._state.sampling)
         self._rows = StepRows(
             {name: config.columns[name] for name in config.capture},
             config.max_step_tokens,
@@ -58,16 +51,33 @@ class StepRunner:
         )
         device.register_state(*self._rows.buffers.values())
 
-    def read_out(self, layout: PayloadLayout, payload: Bytes) -> None:
+    def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
         """Gather the columns of the plan's read-outs into the payload block."""
+        block = payload.numpy()
         for readout, slices in layout.readouts:
             check_handles([readout.slot], [readout.generation], self._state)
             slots = self._slots_of(readout.slot, readout.end)[readout.start :]
             for column, item in slices.items():
-                self._kv.sidecars[column].read(slots, item.view(payload))
+                self._kv.sidecars[column].read(slots, item.view(block))
+
+    def run(
+        self,
+        plan: StepPlan,
+        packet: Tensor,
+        layout: PayloadLayout,
+        result: Tensor,
+        payload: Tensor | None,
+    ) -> None:
+        """See ``Runner``; what there is to know stands in the packet."""
+        self.run_packet(
+            read_packet(self._schema, packet.numpy().view(np.int32)),
+            layout,
+            result.numpy().view(np.int32),
+            None if payload is None else payload.numpy(),
+        )
 
     @torch.inference_mode()
-    def run(
+    def run_packet(
         self,
         packet: PacketView,
         layout: PayloadLayout,
@@ -102,10 +112,18 @@ class StepRunner:
         self._mark_spoilt_rows(batch, hidden_TM, result)
         if payload is not None:
             self._pack_snapshot(batch, layout, payload)
-            targets = torch.from_numpy(packet.fields["targets"].astype(np.int64))
-            packed = self._packed(result)
             self._write_scores(
-                batch, hidden_TM, layout, payload, packed, targets, draws, draw_of_row
+                ScoredStep(
+                    hidden_TM=hidden_TM,
+                    first_token_R=batch.first_token_R,
+                    slot_R=batch.rows.slot,
+                    targets=torch.from_numpy(fields["targets"].astype(np.int64)),
+                    draws=draws,
+                    draw_of_row_R=draw_of_row,
+                ),
+                layout,
+                payload,
+                result,
             )
 
     def _keep_rows(self, batch: DeviceBatch) -> None:
@@ -190,99 +208,12 @@ class StepRunner:
         )
 
     def _write_scores(
-        self,
-        batch: DeviceBatch,
-        hidden_TM: Tensor,
-        layout: PayloadLayout,
-        payload: Bytes,
-        packed: NDArray[np.int32],
-        targets: Tensor,
-        draws: api.Draws | None,
-        draw_of_row: NDArray[np.int64],
+        self, step: ScoredStep, layout: PayloadLayout, payload: Bytes, result: NDArray[np.int32]
     ) -> None:
-        num_scored = 0
-        for slices in layout.scores:
-            score, slot = slices.score, int(batch.rows.slot[slices.score.row])
-            ids_J = self._state.sampling.report_ids(slot, score.num_ids)
-            if not score.is_prompt:
-                assert draws is not None
-                index = draw_of_row[score.row]
-                logits_1V, total_1 = draws.reported_NV[index, None], draws.log_total_N[index, None]
-                _write_alternatives(slices, payload, 0, logits_1V, total_1, ids_J)
-                if score.max_mask:
-                    is_greedy = self._state.sampling.columns["temperature"][slot] == 0
-                    support = support_of(draws, index, is_greedy=bool(is_greedy))
-                    is_written = _write_mask(slices, payload, support)
-                    if not is_written and packed[2, score.row] == RowStatus.OK:
-                        packed[2, score.row] = RowStatus.LARGE_SUPPORT
-                continue
-            first = int(batch.first_token_R[score.row]) + score.first
-            self._score_prompt(
-                slices,
-                payload,
-                hidden_TM[first : first + score.count],
-                targets[num_scored : num_scored + score.count],
-                divisor=self._prompt_divisor(slot),
-                ids_J=ids_J,
-            )
-            num_scored += score.count
-
-    def _prompt_divisor(self, slot: int) -> float:
-        """Return what the slot's logits are divided by when its prompt is scored."""
-        columns = self._state.sampling.columns
-        is_scaled = columns["logprob_kind"][slot] == LogprobKindId.SCALED
-        return float(columns["temperature"][slot] or 1.0) if is_scaled else 1.0
-
-    def _score_prompt(
-        self,
-        slices: ScoreSlices,
-        payload: Bytes,
-        hidden_PM: Tensor,
-        targets_P: Tensor,
-        *,
-        divisor: float,
-        ids_J: Tensor,
-    ) -> None:
-        """Score known next tokens, a block of rows at a time."""
-        logprobs = slices.logprobs.view(payload)
-        for begin in range(0, len(targets_P), HEAD_BLOCK):
-            block = slice(begin, begin + HEAD_BLOCK)
-            logits_BV = self._model.logits(hidden_PM[block]) / divisor
-            log_total_B = torch.logsumexp(logits_BV, dim=-1)
-            chosen_B = logits_BV.gather(1, targets_P[block, None]).view(-1)
-            logprobs[block] = (chosen_B - log_total_B).numpy()
-            _write_alternatives(slices, payload, begin, logits_BV, log_total_B, ids_J)
+        status_R = self._packed(result)[2]
+        for row in self._scores.write(step, layout, HostPayload(payload)):
+            if status_R[row] == RowStatus.OK:
+                status_R[row] = RowStatus.LARGE_SUPPORT
 
     def _slots_of(self, slot: int, num_tokens: int) -> NDArray[np.int64]:
         return sequence_slots(self._state, slot, num_tokens, self._config.page_size)
-
-
-def _write_mask(slices: ScoreSlices, payload: Bytes, support: Support) -> bool:
-    """Write the support of a draw; False if it has too many ids."""
-    mask, num_ids = slices.mask.view(payload), len(support.ids_S)
-    if num_ids > slices.score.max_mask:
-        mask[0] = 0
-        return False
-    mask[0] = num_ids
-    mask[1:MASK_HEAD_WORDS] = np.float32(support.logprob).view(np.int32)
-    mask[MASK_HEAD_WORDS : MASK_HEAD_WORDS + num_ids] = support.ids_S.numpy()
-    return True
-
-
-def _write_alternatives(
-    slices: ScoreSlices,
-    payload: Bytes,
-    begin: int,
-    logits_BV: Tensor,
-    log_total_B: Tensor,
-    ids_J: Tensor,
-) -> None:
-    """Write the top and asked-for logprobs of a block of positions."""
-    block = slice(begin, begin + len(logits_BV))
-    if slices.score.num_top:
-        ids_BK, values_BK = api.top_logprobs(logits_BV, log_total_B, slices.score.num_top)
-        slices.top_ids.view(payload)[block] = ids_BK.numpy()
-        slices.top_logprobs.view(payload)[block] = values_BK.numpy()
-    if len(ids_J):
-        values_BJ = logits_BV[:, ids_J] - log_total_B[:, None]
-        slices.id_logprobs.view(payload)[block] = values_BJ.numpy()

@@ -109,6 +109,10 @@ class SimDevice:
         """Return plain memory."""
         return torch.full((num_bytes,), POISON_BYTE, dtype=torch.uint8)
 
+    def device_block(self, num_bytes: int) -> Tensor:
+        """Return plain memory."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
     def recycle(self, block: Tensor) -> None:
         """Fill the block with junk."""
         block.numpy().fill(POISON_BYTE)

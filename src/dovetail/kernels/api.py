@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dovetail.kernels.backend import Capture
 from dovetail.kernels.ref import activation, attention, capture, moe, norm, sampling
 from dovetail.kernels.ref import rotary as rotary_ref
 from dovetail.kernels.scratch import Scratch
@@ -115,6 +116,16 @@ def router_topk(logits_TE: Tensor, k: int, norm_topk_prob: bool) -> tuple[Tensor
         Weights, float32 [T, K], and expert ids, int64 [T, K], both by descending weight.
     """
     return moe.router_topk(logits_TE, k, norm_topk_prob)
+
+
+def route(
+    logits_TE: Tensor, k: int, norm_topk_prob: bool, *, capture: Capture | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ``router_topk``, and record the ids; see ``kernels.backend.Kernels.route``."""
+    weights_TK, ids_TK = moe.router_topk(logits_TE, k, norm_topk_prob)
+    if capture is not None:
+        moe.record_experts(ids_TK, capture)
+    return weights_TK, ids_TK
 
 
 def fused_moe(

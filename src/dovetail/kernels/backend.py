@@ -119,8 +119,8 @@ class PlainDraws(NamedTuple):
     log_total_N: Tensor
 
 
-class Kernels(Protocol):
-    """Every operation of a step. No state, so one object serves all threads and lanes."""
+class LayerKernels(Protocol):
+    """The operations that layers call themselves; ``kernels.api`` has them too."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``kernels.api.rms_norm``."""
@@ -135,6 +135,45 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See ``kernels.api.silu_mul``; rounded once."""
         ...
+
+    def route(
+        self, logits_TE: Tensor, k: int, norm_topk_prob: bool, *, capture: Capture | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Choose each token's experts, and record them.
+
+        Softmax over all experts in float32, then the k experts of largest logit; of equal logits
+        the lower id goes first. NaN counts as the least logit: ids are legal and different ones
+        whatever the logits are.
+
+        Args:
+            logits_TE: any float dtype.
+            k: experts per token.
+            norm_topk_prob: whether to rescale each token's k weights to sum to 1.
+            capture: where to record the ids; None records nothing.
+
+        Returns:
+            Weights, float32 [T, K], and ids, int32 (``kernels.api``: int64) [T, K], both by
+            descending logit.
+        """
+        ...
+
+    def fused_moe(
+        self,
+        x_TM: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        w_gate_up_E2IM: Tensor,
+        w_down_EMI: Tensor,
+    ) -> Tensor:
+        """See ``kernels.api.fused_moe``; ids int32 or int64, those of a token all different.
+
+        The sums have one order: same inputs of the same shape give the same bits.
+        """
+        ...
+
+
+class Kernels(LayerKernels, Protocol):
+    """Every operation of a step. No state, so one object serves all threads and lanes."""
 
     def rotate_and_store(
         self,
@@ -164,6 +203,14 @@ class Kernels(Protocol):
 
         Returns:
             q, [T, H, D].
+        """
+        ...
+
+    def tile_tokens(self, group: int) -> int:
+        """Return how many tokens of a prompt chunk a query tile had best have.
+
+        Args:
+            group: query heads of a KV head.
         """
         ...
 
@@ -218,40 +265,6 @@ class Kernels(Protocol):
 
         Returns:
             [T, H, D].
-        """
-        ...
-
-    def route(
-        self, logits_TE: Tensor, k: int, norm_topk_prob: bool, *, capture: Capture | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts, and record them.
-
-        Softmax over all experts in float32, then the k experts of largest logit; of equal logits
-        the lower id goes first. NaN counts as the least logit: ids are legal and different ones
-        whatever the logits are.
-
-        Args:
-            logits_TE: any float dtype.
-            k: experts per token.
-            norm_topk_prob: whether to rescale each token's k weights to sum to 1.
-            capture: where to record the ids; None records nothing.
-
-        Returns:
-            Weights, float32 [T, K], and ids, int32 [T, K], both by descending logit.
-        """
-        ...
-
-    def fused_moe(
-        self,
-        x_TM: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        w_gate_up_E2IM: Tensor,
-        w_down_EMI: Tensor,
-    ) -> Tensor:
-        """See ``kernels.api.fused_moe``; ids int32 or int64, those of a token all different.
-
-        The sums have one order: same inputs of the same shape give the same bits.
         """
         ...
 

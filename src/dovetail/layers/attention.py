@@ -1,19 +1,18 @@
-"""The attention layer: projections, norms and rotation around the step's attention.
+"""The attention layer: projections around the step's attention.
 
-Owns the parameters. Where keys and values are stored, and who attends to whom, is the business of
-the step's ``StepAttention``, which also applies the softmax scale ``head_dim ** -0.5``.
+Owns the parameters. How they are applied to q and k, where keys and values are stored, and who
+attends to whom, is the business of the step's ``StepAttention``, which also applies the softmax
+scale ``head_dim ** -0.5``.
 
-Shape legend: T tokens, H query heads, K KV heads, G = H + K, D head dim, M model dim.
+Shape legend: T tokens, M model dim.
 """
 
 from torch import Tensor, nn
 
-from dovetail.attention.backend import ForwardContext
+from dovetail.attention.backend import ForwardContext, QkNorm, Rotation
 from dovetail.config.model import ModelConfig
-from dovetail.kernels import api as kernels
 from dovetail.layers.basic import RmsNorm
 from dovetail.layers.linear import ColumnLinear, RowLinear
-from dovetail.layers.rotary import Rotation
 from dovetail.layers.shard import Placement, divide
 
 
@@ -35,18 +34,8 @@ class Attention(nn.Module):
 
     def forward(self, ctx: ForwardContext, rotation: Rotation, x_TM: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        qkv = self.qkv_proj(x_TM).view(-1, sum(heads), self.head_dim)
-        qk_TGD, v_TKD = qkv.split_with_sizes((heads[0] + heads[1], heads[2]), dim=1)
+        qk_norm = None
         if self.q_norm and self.k_norm:
-            qk_TGD = kernels.qk_norm(
-                qk_TGD,
-                self.q_norm.weight,
-                self.k_norm.weight,
-                num_heads=self.num_heads,
-                eps=self.q_norm.eps,
-            )
-        # q and k turn by the same angles, so they go as one tensor.
-        q_THD, k_TKD = kernels.rotary(qk_TGD, *rotation).split_with_sizes(heads[:2], dim=1)
-        out_THD = ctx.attention.attend(self.layer_idx, q_THD, k_TKD, v_TKD)
+            qk_norm = QkNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        out_THD = ctx.attention.attend(self.layer_idx, self.qkv_proj(x_TM), qk_norm, rotation)
         return self.o_proj(out_THD.flatten(1))

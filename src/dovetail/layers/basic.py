@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.attention.backend import ForwardContext
-from dovetail.kernels import api as kernels
 from dovetail.layers.linear import ColumnLinear, RowLinear
 from dovetail.layers.shard import REPLICATED, Placement, Shard
 
@@ -21,16 +20,17 @@ class RmsNorm(nn.Module):
         self.shards = {"weight": REPLICATED}
         self.weight = at.parameter((size,))
         self.eps = eps
+        self._kernels = at.kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
-        return kernels.rms_norm(x, self.weight, self.eps)
+        return self._kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised sum, and the sum; ``x`` None stands for zero."""
         if x is None:
             return self(residual), residual
-        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Embedding(nn.Module):
@@ -86,8 +86,9 @@ class Mlp(nn.Module):
             hidden_size, (intermediate_size, intermediate_size), bias=bias, at=at
         )
         self.down_proj = RowLinear(intermediate_size, hidden_size, bias=bias, at=at)
+        self._kernels = at.kernels
 
     def forward(self, ctx: ForwardContext, x_TM: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
         del ctx  # every token goes the same way
-        return self.down_proj(kernels.silu_mul(self.gate_up_proj(x_TM)))
+        return self.down_proj(self._kernels.silu_mul(self.gate_up_proj(x_TM)))

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from dovetail.attention.backend import ForwardContext
 from dovetail.config.model import MoeConfig
-from dovetail.kernels import api as kernels
 from dovetail.layers.linear import ReplicatedLinear
 from dovetail.layers.shard import Placement, Shard
 
@@ -27,12 +26,19 @@ class SparseMoe(nn.Module):
         self.norm_topk_prob = moe.norm_topk_prob
         self.gate = ReplicatedLinear(hidden_size, moe.num_experts, at=at)
         self.experts = Experts(moe, hidden_size, at=at)
+        self._kernels = at.kernels
 
     def forward(self, ctx: ForwardContext, x_TM: Tensor) -> Tensor:
         """[T, M] -> [T, M]."""
-        weights_TK, ids_TK = kernels.router_topk(self.gate(x_TM), self.top_k, self.norm_topk_prob)
-        if ctx.recorder is not None:
-            ctx.recorder.record(self.moe_layer, ids_TK, weights_TK)
+        recorder = ctx.recorder
+        weights_TK, ids_TK = self._kernels.route(
+            self.gate(x_TM),
+            self.top_k,
+            self.norm_topk_prob,
+            capture=None if recorder is None else recorder.direct(self.moe_layer),
+        )
+        if recorder is not None:
+            recorder.record(self.moe_layer, ids_TK, weights_TK)
         return self.experts(x_TM, ids_TK, weights_TK)
 
 
@@ -51,8 +57,9 @@ class Experts(nn.Module):
         )
         self.w_down = at.parameter((num_experts, hidden_size, inner), self.shards["w_down"])
         self._comm = at.comm
+        self._kernels = at.kernels
 
     def forward(self, x_TM: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts, [T, M]."""
-        y_TM = kernels.fused_moe(x_TM, ids_TK, weights_TK, self.w_gate_up, self.w_down)
+        y_TM = self._kernels.fused_moe(x_TM, ids_TK, weights_TK, self.w_gate_up, self.w_down)
         return self._comm.all_reduce(y_TM)

@@ -6,19 +6,12 @@ Shape legend: T tokens, D head dim, P positions, F frequencies (D / 2).
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dovetail.attention.backend import Rotation
 from dovetail.config.model import RopeConfig
-
-
-class Rotation(NamedTuple):
-    """How the tokens of a step are turned; see ``kernels.api.rotary``."""
-
-    cos_T1D: Tensor
-    sin_T1D: Tensor
 
 
 class Rotary(nn.Module):
@@ -38,7 +31,9 @@ class Rotary(nn.Module):
 
     def forward(self, positions_T: Tensor) -> Rotation:
         """Look up the positions, int64, each below ``max_positions``: once a step."""
-        return Rotation(*self.cos_sin_P2D[positions_T].chunk(2, dim=1))
+        cos_sin_T2D = self.cos_sin_P2D[positions_T]
+        cos_T1D, sin_T1D = cos_sin_T2D.chunk(2, dim=1)
+        return Rotation(cos_T1D, sin_T1D, cos_sin_T2D)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dovetail.dist.comm import Comm
 from dovetail.errors import ConfigError
+from dovetail.kernels.backend import LayerKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,19 @@ def divide(total: int, size: int, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model's parameters are: element type, device, and the ranks that share them."""
+    """Where a model's parameters are, and who computes with them.
+
+    Attributes:
+        dtype: element type of parameters and activations.
+        device: of the parameters.
+        comm: the ranks that share them.
+        kernels: the operations of the layers.
+    """
 
     dtype: torch.dtype
     device: torch.device
     comm: Comm
+    kernels: LayerKernels
 
     def parameter(self, whole_shape: tuple[int, ...], shard: Shard = REPLICATED) -> nn.Parameter:
         """Return this rank's share of a parameter, uninitialised."""

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from dovetail.attention.backend import ForwardContext
+from dovetail.attention.backend import ForwardContext, Rotation
 from dovetail.config.model import ModelConfig
 from dovetail.layers.attention import Attention
 from dovetail.layers.basic import Embedding, Head, RmsNorm
-from dovetail.layers.rotary import Rotary, Rotation
+from dovetail.layers.rotary import Rotary
 from dovetail.layers.shard import Placement
 
 

@@ -8,6 +8,8 @@ import torch
 from dovetail.config.model import ModelConfig
 from dovetail.dist.comm import Comm
 from dovetail.errors import ConfigError
+from dovetail.kernels import api
+from dovetail.kernels.backend import LayerKernels
 from dovetail.layers.shard import Placement
 from dovetail.models.decoder import DecoderLM
 from dovetail.models.dense import build_dense
@@ -32,17 +34,21 @@ _FAMILIES = {
 
 
 def build_model(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, comm: Comm
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    comm: Comm,
+    kernels: LayerKernels = api,
 ) -> DecoderLM:
-    """Build a model whose parameters are allocated and uninitialised.
+    """Build a model whose parameters are allocated and uninitialised; see ``Placement``.
 
     Raises:
         ConfigError: the architecture is unknown, or cannot be divided over the ranks of ``comm``.
     """
     family = _family(config)
-    return family.build(
-        config, Placement(dtype=dtype, device=torch.device(device), comm=comm)
-    ).eval()
+    at = Placement(dtype=dtype, device=torch.device(device), comm=comm, kernels=kernels)
+    return family.build(config, at).eval()
 
 
 def check_capture(config: ModelConfig, capture: Iterable[str]) -> None:

@@ -54,13 +54,17 @@ def draw(
     """Draw one token for each slot; see ``kernels.api.sample``.
 
     Args:
-        state: parameters by slot.
-        logits_NV: float32.
+        state: parameters by slot, on the host.
+        logits_NV: float32, on any device.
         slots_N: whose parameters apply.
         positions_N: the index each drawn token will have in its sequence.
         read_history: called for rows with penalties only.
     """
-    params = state.gather(slots_N)
+    params, device = state.gather(slots_N), logits_NV.device
+
+    def tensor(array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
     processed_NV = logits_NV
     penalised = np.flatnonzero(
         (params["repetition_penalty"] != 1.0)
@@ -74,29 +78,28 @@ def draw(
             row_S=history.row_S,
             token_S=history.token_S,
             is_output_S=history.is_output_S,
-            repetition_N=_tensor(params["repetition_penalty"]),
-            frequency_N=_tensor(params["frequency_penalty"]),
-            presence_N=_tensor(params["presence_penalty"]),
+            repetition_N=tensor(params["repetition_penalty"]),
+            frequency_N=tensor(params["frequency_penalty"]),
+            presence_N=tensor(params["presence_penalty"]),
         )
     biases = state.biases(slots_N, positions_N)
     if biases is not None:
         processed_NV = api.add_bias(
-            processed_NV, row_B=biases.row_B, token_B=biases.token_B, value_B=biases.value_B
+            processed_NV,
+            row_B=biases.row_B.to(device),
+            token_B=biases.token_B.to(device),
+            value_B=biases.value_B.to(device),
         )
     if not params["temperature"].any() and not params["logprob_kind"].any():
         return api.sample_greedy(processed_NV)
     return api.sample(
         processed_NV,
         raw_NV=logits_NV,
-        position_N=_tensor(positions_N),
+        position_N=tensor(positions_N),
         **{
-            f"{name}_N": _tensor(params[name])
+            f"{name}_N": tensor(params[name])
             for name in (
                 "temperature", "top_k", "top_p", "min_p", "seed", "sample_index", "logprob_kind",
             )
         },
     )  # fmt: skip
-
-
-def _tensor(array: NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(array)

@@ -64,6 +64,10 @@ class RefKernels:
         v_cache_CKD[kv_slots_T.long()] = v_TKD
         return q_THD.contiguous()
 
+    def tile_tokens(self, group: int) -> int:
+        """See ``Kernels.tile_tokens``; a few, so that chunks have several tiles."""
+        return 4
+
     def split_keys(
         self,
         queries: QueryTiles,
@@ -132,10 +136,7 @@ class RefKernels:
         if norm_topk_prob:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         if capture is not None:
-            routes_CLK, kv_slots_T, moe_layer = capture
-            if routes_CLK.dtype == torch.uint16:  # torch cannot index it; the bits are the same
-                routes_CLK = routes_CLK.view(torch.int16)
-            routes_CLK[kv_slots_T.long(), moe_layer] = ids_TK.to(routes_CLK.dtype)
+            moe.record_experts(ids_TK, capture)
         return weights_TK, ids_TK.to(torch.int32)
 
     def fused_moe(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dovetail.kernels.backend import Capture
 from dovetail.kernels.ref.activation import silu_mul
 
 GROUPED_MM_ROW_BYTES = 16
@@ -23,6 +24,14 @@ def router_topk(logits_TE: Tensor, k: int, norm_topk_prob: bool) -> tuple[Tensor
     if norm_topk_prob:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
     return weights_TK, ids_TK
+
+
+def record_experts(ids_TK: Tensor, capture: Capture) -> None:
+    """Store the ids at the tokens' cache slots."""
+    routes_CLK, kv_slots_T, moe_layer = capture
+    if routes_CLK.dtype == torch.uint16:  # torch cannot index it; the bits are the same
+        routes_CLK = routes_CLK.view(torch.int16)
+    routes_CLK[kv_slots_T.long(), moe_layer] = ids_TK.to(routes_CLK.dtype)
 
 
 def fused_moe(

@@ -64,6 +64,10 @@ class TritonKernels:
             tiles=self._table.rotate(len(qkv_TF), num_heads),
         )
 
+    def tile_tokens(self, group: int) -> int:
+        """See ``Kernels.tile_tokens``."""
+        return self._table.prefill_tokens(group)
+
     def split_keys(
         self,
         queries: QueryTiles,

@@ -1,0 +1,47 @@
+"""One NVIDIA GPU as a backend of the executor."""
+
+import torch
+
+from dovetail.config.schema import EngineConfig
+from dovetail.errors import ConfigError
+from dovetail.exec.backend import Backend
+from dovetail.exec.cuda.device import CudaDevice
+from dovetail.exec.cuda.graphs import CudaGraphs, Tiers
+from dovetail.exec.cuda.runner import CudaRunner
+from dovetail.exec.device import Device
+from dovetail.exec.executor import Runner
+from dovetail.kernels.registry import load_kernels
+from dovetail.models.causal_lm import CausalLM
+
+
+def backend(config: EngineConfig, device: Device | None) -> Backend:
+    """Return the backend; a device is given by tests.
+
+    Raises:
+        ConfigError: no GPU answers.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "device", "'cuda' needs an NVIDIA GPU and a CUDA build of PyTorch; none answers here"
+        )
+    gpu = CudaDevice() if device is None else device
+    kernels = load_kernels("triton", gpu.torch_device)
+
+    group = config.model.num_heads // config.model.num_kv_heads
+    tiers = Tiers(
+        max_rows=config.max_running,
+        max_tokens=config.max_step_tokens,
+        tile_tokens=kernels.tile_tokens(group),
+    )
+
+    def make_runner(model: CausalLM) -> Runner:
+        graphs = CudaGraphs(tiers) if config.graphs else None
+        runner = CudaRunner(config, model, gpu, kernels, graphs)
+        # Memory was allocated and filled on another stream than the lanes'.
+        torch.cuda.synchronize(gpu.torch_device)
+        if graphs is not None:  # before the first step, while the inputs are padding
+            gpu.compute.submit(graphs.record, runner.forward)
+            torch.cuda.synchronize(gpu.torch_device)
+        return runner
+
+    return Backend(gpu, kernels, make_runner)

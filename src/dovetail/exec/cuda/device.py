@@ -1,0 +1,134 @@
+"""One NVIDIA GPU as a device: two streams, their events, and host memory that it can reach.
+
+Owns the streams and the pinned blocks. Work runs at submission, with the lane's stream current, so
+what it launches is queued there. Must not know what the work does.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import DeviceError, InvariantError
+from dovetail.exec.device import WAIT_SECONDS, Event, Lane
+
+_FAULTS = (torch.AcceleratorError, torch.OutOfMemoryError)
+"""What a launch raises when the GPU has failed or is full."""
+
+
+class CudaEvent:
+    """A point in a stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, name: str) -> None:
+        self.point = torch.cuda.Event()
+        self.point.record(stream)
+        self._name = name
+
+    def wait(self) -> None:
+        """Block until the point is reached; other threads of Python go on.
+
+        Asks again and again: CUDA's own wait has no limit of time.
+        """
+        deadline = time.monotonic() + WAIT_SECONDS
+        try:
+            while not self.point.query():
+                if time.monotonic() > deadline:
+                    raise DeviceError(f"lane {self._name} did nothing for {WAIT_SECONDS:g} s")
+                time.sleep(0)
+        except _FAULTS as error:
+            raise DeviceError(f"work before a point of lane {self._name} failed") from error
+
+
+class CudaLane:
+    """A stream. A fault of the GPU is raised at the submission or the wait that meets it."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.stream = torch.cuda.Stream(device)
+
+    def submit(
+        self,
+        fn: Callable[..., None],
+        *args: object,
+        reads: tuple[Tensor, ...] = (),
+        writes: tuple[Tensor, ...] = (),
+    ) -> None:
+        """Run ``fn(*args)``, whose launches go to the stream.
+
+        Raises:
+            DeviceError: the GPU failed or is out of memory.
+        """
+        try:
+            with torch.cuda.stream(self.stream):
+                fn(*args)
+        except _FAULTS as error:
+            raise DeviceError(f"work on lane {self.name} failed: {error}") from error
+
+    def record(self) -> Event:
+        """Return the present end of the stream."""
+        return CudaEvent(self.stream, self.name)
+
+    def wait(self, event: Event) -> None:
+        """Let the stream wait for another one's event."""
+        if not isinstance(event, CudaEvent):
+            raise InvariantError("a CUDA lane can wait for events of CUDA lanes only")
+        self.stream.wait_event(event.point)
+
+
+class CudaDevice:
+    """A GPU with a compute and a copy lane.
+
+    Attributes:
+        num_unpinned: host blocks that could not be pinned. Copies from and to them are right, but
+            the submitting thread waits for them.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        lanes = (CudaLane("compute", self.torch_device), CudaLane("copy", self.torch_device))
+        # PyTorch hands out streams of a pool in turn, so two of them may be the same one.
+        if lanes[0].stream.cuda_stream == lanes[1].stream.cuda_stream:
+            raise InvariantError("both lanes got the same CUDA stream")
+        self._lanes = lanes
+        self.compute: Lane = lanes[0]
+        self.copy: Lane = lanes[1]
+        self._pinned: list[Tensor] = []
+        self.num_unpinned = 0
+
+    def host_block(self, num_bytes: int) -> Tensor:
+        """Return host memory of exactly this size, pinned if that can be had.
+
+        PyTorch's own pinned memory comes in powers of two, and is shared with whoever else asks.
+        """
+        block = torch.zeros(num_bytes, dtype=torch.uint8)
+        if int(_runtime().cudaHostRegister(block.data_ptr(), num_bytes, 0)) == 0:
+            self._pinned.append(block)
+        else:
+            self.num_unpinned += 1
+        return block
+
+    def device_block(self, num_bytes: int) -> Tensor:
+        """Return zeroed memory; zeroed on the compute lane, so that its work comes after."""
+        with torch.cuda.stream(self._lanes[0].stream):
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def recycle(self, block: Tensor) -> None:
+        """Nothing to do."""
+
+    def register_state(self, *tensors: Tensor) -> None:
+        """Nothing to check; ``exec.sim`` does."""
+
+    def close(self) -> None:
+        """Let both lanes end, then give the host's memory back."""
+        for lane in self._lanes:
+            lane.record().wait()
+        for block in self._pinned:
+            _runtime().cudaHostUnregister(block.data_ptr())
+        self._pinned.clear()
+
+
+def _runtime() -> Any:
+    """Return CUDA's runtime; PyTorch gives no type for it."""
+    return torch.cuda.cudart()

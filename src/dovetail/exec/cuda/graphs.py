@@ -1,0 +1,119 @@
+"""Steps recorded as CUDA graphs, by tiers of rows and of tokens.
+
+Owns the tiers, the graphs and the memory that they share. A graph reads and writes fixed addresses
+alone: whatever differs from step to step lies in the inputs, which are filled before a replay.
+
+Decode steps have a graph for each tier of rows. Steps with prompt chunks have one for each tier of
+tokens, whatever the mix of rows; above the last tier the GPU is slower than the launching thread,
+and nothing is gained.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from dovetail.exec.cuda.step import Forwarded, StepShape
+
+_SMALL = (1, 2, 4)
+_FINE, _FINE_TO, _COARSE = 8, 64, 32
+"""Decode tiers are 8 rows apart, from 64 rows on 32: a padded row costs its share of the step."""
+
+_TOKENS, _MAX_TOKENS = 256, 2048
+"""How far apart tiers of tokens are, and the last."""
+
+
+class StepGraphs(Protocol):
+    """Whoever can run a padded step as a whole."""
+
+    def padded(self, shape: StepShape) -> StepShape | None:
+        """Return the shape to which a step is padded; None if it must be run by itself."""
+        ...
+
+    def replay(self, padded: StepShape) -> Forwarded:
+        """Run what was recorded; what it returns holds until the next replay."""
+        ...
+
+
+def decode_tiers(max_rows: int) -> tuple[int, ...]:
+    """Return the numbers of rows that have a graph, ascending; the last one is ``max_rows``."""
+    tiers = (*_SMALL, *range(_FINE, _FINE_TO, _FINE), *range(_FINE_TO, max_rows, _COARSE))
+    return (*(tier for tier in tiers if tier < max_rows), max_rows)
+
+
+def token_tiers(max_rows: int, max_tokens: int) -> tuple[int, ...]:
+    """Return the numbers of tokens that have a graph, ascending; each row fits into the least."""
+    last = min(max_tokens, max(_MAX_TOKENS, max_rows))
+    tiers = [tier for tier in range(_TOKENS, last, _TOKENS) if tier >= max_rows]
+    return (*tiers, last)
+
+
+class Tiers:
+    """Which shapes are recorded.
+
+    Args:
+        max_rows, max_tokens: the largest step.
+        tile_tokens: see ``QueryTiles.max_tokens``.
+    """
+
+    def __init__(self, *, max_rows: int, max_tokens: int, tile_tokens: int) -> None:
+        self._max_rows = max_rows
+        self._tile_tokens = tile_tokens
+        self._decode = decode_tiers(max_rows)
+        self._tokens = token_tiers(max_rows, max_tokens)
+
+    @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        """All of them, the largest first of each kind."""
+        return (
+            *(self._mixed(tier) for tier in reversed(self._tokens)),
+            *(_decode_shape(tier) for tier in reversed(self._decode)),
+        )
+
+    def padded(self, shape: StepShape) -> StepShape | None:
+        """Return the least recorded shape that holds a step; None if none does."""
+        if not shape.num_tiles:
+            return _decode_shape(next(tier for tier in self._decode if tier >= shape.num_rows))
+        fitting = (tier for tier in self._tokens if tier >= shape.num_tokens)
+        tier = next(fitting, None)
+        return None if tier is None else self._mixed(tier)
+
+    def _mixed(self, num_tokens: int) -> StepShape:
+        num_tiles = self._max_rows + -(-num_tokens // self._tile_tokens)
+        return StepShape(self._max_rows, num_tokens, self._max_rows, num_tiles)
+
+
+class CudaGraphs:
+    """The graphs of one runner; a ``StepGraphs``. Compute lane only."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Forwarded]] = {}
+
+    def record(self, forward: Callable[[StepShape], Forwarded]) -> None:
+        """Record ``forward`` for all tiers, the largest first: the others fit into its memory."""
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream()
+        for shape in self._tiers.shapes:
+            forward(shape)  # compiles, and allocates what is allocated once
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                forwarded = forward(shape)
+            self._graphs[shape] = graph, forwarded
+
+    def padded(self, shape: StepShape) -> StepShape | None:
+        """See ``StepGraphs``."""
+        return self._tiers.padded(shape) if self._graphs else None
+
+    def replay(self, padded: StepShape) -> Forwarded:
+        """See ``StepGraphs``."""
+        graph, forwarded = self._graphs[padded]
+        graph.replay()
+        return forwarded
+
+
+def _decode_shape(num_rows: int) -> StepShape:
+    return StepShape(num_rows, num_rows, num_decode=num_rows, num_tiles=0)

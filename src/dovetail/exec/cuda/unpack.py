@@ -1,0 +1,296 @@
+"""From a packet on the GPU to the inputs of one forward, in a few kernels and no wait.
+
+Owns the GPU form of ``exec.batch.unpack``: it applies the packet's state changes, then works out
+positions, cache slots and work lists. What it reads off the packet the host need not know; what it
+is launched with, the host knows from the plan.
+
+Shape legend: as in ``exec.cuda.step``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from dovetail.errors import InvariantError
+from dovetail.exec.cuda.step import SlotTensors, StepShape, StepTensors
+from dovetail.exec.kv import KVStore
+from dovetail.exec.packet import SCALARS, PacketSchema
+from dovetail.exec.readback import BROKEN_ROW
+from dovetail.kernels.triton.jit import jit
+from dovetail.kernels.triton.tiles import ceil_div, power_of_two
+from dovetail.sched.plan import StepPlan
+
+_TOKENS = 128
+"""Tokens that one program places."""
+
+_BROKEN = tl.constexpr(BROKEN_ROW)
+
+
+@jit
+def _field(packet_ptr, HEAD: tl.constexpr):
+    """Where a field begins, given the place of its offset in the header."""
+    return packet_ptr + tl.load(packet_ptr + HEAD)
+
+
+@jit
+def _tenant_kernel(
+    packet_ptr, kv_len_ptr, last_token_ptr, temperature_ptr, seed_ptr, sample_index_ptr, table_ptr,
+    table_stride, SLOT: tl.constexpr, TEMPERATURE: tl.constexpr, SAMPLE_INDEX: tl.constexpr,
+    SEED: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One new tenant of a slot."""
+    write = tl.program_id(0)
+    slot = tl.load(_field(packet_ptr, SLOT) + write).to(tl.int64)
+    tl.store(kv_len_ptr + slot, 0)
+    tl.store(last_token_ptr + slot, -1)
+    temperature = tl.load(_field(packet_ptr, TEMPERATURE) + write)
+    tl.store(temperature_ptr + slot, temperature.to(tl.float32, bitcast=True))
+    sample_index = tl.load(_field(packet_ptr, SAMPLE_INDEX) + write)
+    tl.store(sample_index_ptr + slot, sample_index.to(tl.int64))
+    seed = _field(packet_ptr, SEED) + 2 * write
+    low = tl.load(seed).to(tl.int64) & 0xFFFFFFFF
+    tl.store(seed_ptr + slot, (tl.load(seed + 1).to(tl.int64) << 32) | low)
+    for start in range(0, PAGES, BLOCK):
+        page = start + tl.arange(0, BLOCK)
+        tl.store(table_ptr + slot * table_stride + page, -1, mask=page < PAGES)
+
+
+@jit
+def _poison(column_ptr, page, BYTES: tl.constexpr, BLOCK: tl.constexpr):
+    for start in range(0, BYTES, BLOCK):
+        byte = start + tl.arange(0, BLOCK)
+        ones = tl.full((BLOCK,), 255, tl.uint8)
+        tl.store(column_ptr + page * BYTES + byte, ones, mask=byte < BYTES)
+
+
+@jit
+def _page_kernel(
+    packet_ptr, table_ptr, first_ptr, second_ptr, third_ptr, table_stride, SLOT: tl.constexpr,
+    INDEX: tl.constexpr, PAGE: tl.constexpr, IS_FRESH: tl.constexpr, FIRST: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One entry of a page table; the side data of a fresh page is a stranger's and is forgotten."""
+    write = tl.program_id(0)
+    slot = tl.load(_field(packet_ptr, SLOT) + write).to(tl.int64)
+    index = tl.load(_field(packet_ptr, INDEX) + write)
+    page = tl.load(_field(packet_ptr, PAGE) + write)
+    tl.store(table_ptr + slot * table_stride + index, page)
+    page = page.to(tl.int64)
+    if tl.load(_field(packet_ptr, IS_FRESH) + write) != 0:
+        _poison(first_ptr, page, FIRST, BLOCK)
+        if second_ptr is not None:
+            _poison(second_ptr, page, SECOND, BLOCK)
+        if third_ptr is not None:
+            _poison(third_ptr, page, THIRD, BLOCK)
+
+
+@jit
+def _row_field(
+    packet_ptr, rows_ptr, row, num_rows, rows_stride, HEAD: tl.constexpr, INDEX: tl.constexpr
+):  # fmt: skip
+    """Return a field of the rows: of the packet, or kept from the step before."""
+    is_real, is_kept = row < num_rows, tl.load(packet_ptr + 2) != 0
+    kept = rows_ptr + INDEX * rows_stride + row
+    value = tl.load(_field(packet_ptr, HEAD) + row, mask=is_real & (is_kept == 0), other=0)
+    value += tl.load(kept, mask=is_real & is_kept, other=0)
+    tl.store(kept, value, mask=is_real)
+    return value
+
+
+@jit(do_not_specialize=["num_decode_entries", "num_tile_entries"])
+def _row_kernel(
+    packet_ptr, rows_ptr, kv_len_ptr, temperature_ptr, seed_ptr, sample_index_ptr,
+    num_decode_ptr, begin_ptr, first_ptr, first_tile_ptr, end_ptr, last_ptr, status_ptr,
+    row_temperature_ptr, row_seed_ptr, row_sample_index_ptr, decode_ptr, tiles_ptr,
+    rows_stride, num_decode_entries, num_tile_entries, SLOT: tl.constexpr, START: tl.constexpr,
+    WIDTH: tl.constexpr, BOUND: tl.constexpr, SAMPLES: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All rows at once: lengths, and the list of decode rows. Unused tiles are marked."""
+    row = tl.arange(0, BLOCK)
+    num_rows, num_tokens = tl.load(packet_ptr), tl.load(packet_ptr + 1)
+    is_real = row < num_rows
+    slot = _row_field(packet_ptr, rows_ptr, row, num_rows, rows_stride, SLOT, 0)
+    start = _row_field(packet_ptr, rows_ptr, row, num_rows, rows_stride, START, 2)
+    width = _row_field(packet_ptr, rows_ptr, row, num_rows, rows_stride, WIDTH, 3)
+    bound = _row_field(packet_ptr, rows_ptr, row, num_rows, rows_stride, BOUND, 4)
+    _row_field(packet_ptr, rows_ptr, row, num_rows, rows_stride, SAMPLES, 5)
+    slot = slot.to(tl.int64)
+    is_decode = is_real & (start < 0)
+
+    begin = tl.where(is_decode, tl.load(kv_len_ptr + slot, mask=is_real, other=0), start)
+    end = begin + width
+    is_good = is_real & (end <= bound)
+    first = tl.cumsum(width) - width
+    num_tiles = tl.where(is_real & (start >= 0), (width + TILE_TOKENS - 1) // TILE_TOKENS, 0)
+    first_tile = tl.cumsum(num_tiles) - num_tiles
+
+    tl.store(num_decode_ptr, tl.sum(is_decode.to(tl.int32)))
+    tl.store(kv_len_ptr + slot, end, mask=is_good)
+    tl.store(begin_ptr + row, begin, mask=is_real)
+    # The entry after the last row is that of padding.
+    is_entry = row <= num_rows
+    tl.store(first_ptr + row, tl.where(is_real, first, num_tokens), mask=is_entry)
+    tl.store(first_tile_ptr + row, first_tile, mask=is_entry)
+    tl.store(end_ptr + row, end.to(tl.int64), mask=is_real)
+    tl.store(status_ptr + row, tl.where(is_good, 0, _BROKEN), mask=is_real)
+    # A padded row samples from the token of its own number: a padded one, or any other.
+    last = tl.where(is_real, first + width - 1, row)
+    is_kept = row < rows_stride
+    tl.store(last_ptr + row, last.to(tl.int64), mask=is_kept)
+    temperature = tl.load(temperature_ptr + slot, mask=is_real, other=0.0)
+    seed = tl.load(seed_ptr + slot, mask=is_real, other=0)
+    sample_index = tl.load(sample_index_ptr + slot, mask=is_real, other=0)
+    tl.store(row_temperature_ptr + row, temperature, mask=is_kept)
+    tl.store(row_seed_ptr + row, seed, mask=is_kept)
+    tl.store(row_sample_index_ptr + row, sample_index, mask=is_kept)
+
+    entry, is_listed = decode_ptr + row * 4, row < num_decode_entries
+    # What is no prompt chunk owns the token of its number: a decode row, or padding of the list.
+    owns = is_decode | (row >= num_tokens)
+    tl.store(entry, tl.where(is_good, slot, 0).to(tl.int32), mask=is_listed)
+    tl.store(entry + 1, row, mask=is_listed)
+    tl.store(entry + 2, tl.where(owns, 1, 0), mask=is_listed)
+    tl.store(entry + 3, tl.where(is_good & is_decode, end, 0), mask=is_listed)
+    for begin_entry in range(0, num_tile_entries, BLOCK):
+        tile = begin_entry + row
+        tl.store(tiles_ptr + tile * 4 + 2, 0, mask=tile < num_tile_entries)
+
+
+@jit(do_not_specialize=["num_padded", "num_tile_entries"])
+def _token_kernel(
+    packet_ptr, rows_ptr, last_token_ptr, table_ptr, num_decode_ptr, begin_ptr, first_ptr,
+    first_tile_ptr, status_ptr, token_ids_ptr, positions_ptr, kv_slots_ptr, tokens_ptr, tiles_ptr,
+    rows_stride, table_stride, num_padded, num_tile_entries, sink,
+    TOKEN_IDS: tl.constexpr, PAGE: tl.constexpr, TILE_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tokens: id, position and cache slot of each, and the tiles that begin with them."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_rows, num_tokens = tl.load(packet_ptr), tl.load(packet_ptr + 1)
+    is_real, is_padded = token < num_tokens, (token >= num_tokens) & (token < num_padded)
+    # Decode rows stand before prompt chunks and have one token each.
+    num_decode = tl.load(num_decode_ptr)
+    row = tl.minimum(token, num_decode)
+    for i in range(num_decode + 1, num_rows):
+        row = tl.where(token >= tl.load(first_ptr + i), i, row)
+    row = tl.where(is_real, row, num_rows)  # the entry of padding
+    first = tl.load(first_ptr + row)
+    slot = tl.load(rows_ptr + row, mask=is_real, other=0).to(tl.int64)
+    is_decode = is_real & (token < num_decode)
+    width = tl.load(rows_ptr + 3 * rows_stride + row, mask=is_real, other=0)
+    begin = tl.load(begin_ptr + row, mask=is_real, other=0)
+    is_good = is_real & (tl.load(status_ptr + row, mask=is_real, other=1) == 0)
+
+    position = begin + token - first
+    page = tl.load(table_ptr + slot * table_stride + position // PAGE, mask=is_good, other=-1)
+    is_good = is_good & (page >= 0)
+    kv_slot = tl.where(is_good, page.to(tl.int64) * PAGE + position % PAGE, sink)
+    given = tl.load(
+        _field(packet_ptr, TOKEN_IDS) + token - num_decode, mask=is_real & (is_decode == 0), other=0
+    )  # fmt: skip
+    drawn = tl.load(last_token_ptr + slot, mask=is_decode, other=0)
+    token_id = tl.maximum(tl.where(is_decode, drawn, given), 0)
+    is_stored = is_real | is_padded
+    tl.store(token_ids_ptr + token, token_id.to(tl.int64), mask=is_stored)
+    tl.store(positions_ptr + token, tl.where(is_good, position, 0).to(tl.int64), mask=is_stored)
+    tl.store(kv_slots_ptr + token, kv_slot, mask=is_stored)
+    tl.store(tokens_ptr + kv_slot, token_id, mask=is_good)
+
+    offset = token - first
+    width = tl.where(is_real, width, num_padded - num_tokens)
+    leads = (offset % TILE_TOKENS == 0) & (is_decode == 0) & is_stored
+    tile = tl.load(first_tile_ptr + row) + offset // TILE_TOKENS
+    leads = leads & (tile < num_tile_entries)
+    entry, size = tiles_ptr + tile * 4, tl.minimum(width - offset, TILE_TOKENS)
+    tl.store(entry, tl.where(is_good, slot, 0).to(tl.int32), mask=leads)
+    tl.store(entry + 1, token, mask=leads)
+    tl.store(entry + 2, size, mask=leads)
+    tl.store(entry + 3, tl.where(is_good, position + size, 0), mask=leads)
+
+
+@jit(do_not_specialize=["num_targets"])
+def _target_kernel(
+    packet_ptr, targets_ptr, num_targets, TARGETS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    target = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = target < num_targets
+    value = tl.load(_field(packet_ptr, TARGETS) + target, mask=is_real, other=0)
+    tl.store(targets_ptr + target, value.to(tl.int64), mask=is_real)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacker:
+    """Fills ``inputs`` from packets and keeps ``slots`` and ``kv`` in step with them."""
+
+    schema: PacketSchema
+    slots: SlotTensors
+    inputs: StepTensors
+    kv: KVStore
+    page_size: int
+    tile_tokens: int
+
+    def __post_init__(self) -> None:
+        for name, sidecar in self.kv.sidecars.items():
+            if not sidecar.spec.is_poison_all_ones:
+                raise InvariantError(f"the poison of column {name} is not all ones in bits")
+
+    def apply_writes(self, plan: StepPlan, packet: Tensor) -> None:
+        """Install new tenants and page-table entries."""
+        slots, words = self.slots, packet.view(torch.int32)
+        table, stride = slots.page_table_SB, slots.page_table_SB.stride(0)
+        if len(plan.slot_writes):
+            _tenant_kernel[(len(plan.slot_writes),)](
+                words, slots.kv_len, slots.last_token, slots.temperature, slots.seed,
+                slots.sample_index, table, stride, SLOT=self._head("slots.slot"),
+                TEMPERATURE=self._head("slots.temperature"),
+                SAMPLE_INDEX=self._head("slots.sample_index"), SEED=self._head("slots.seed"),
+                PAGES=table.shape[1], BLOCK=1024,
+            )  # fmt: skip
+        if len(plan.page_writes):
+            columns = [sidecar.rows for sidecar in self.kv.sidecars.values()]
+            page_bytes = [self.page_size * rows.stride(0) * rows.itemsize for rows in columns]
+            num_absent = 3 - len(columns)
+            _page_kernel[(len(plan.page_writes),)](
+                words, table, *(rows.view(-1).view(torch.uint8) for rows in columns),
+                *([None] * num_absent), stride, self._head("pages.slot"),
+                self._head("pages.index"), self._head("pages.page"), self._head("pages.is_fresh"),
+                *page_bytes, *([0] * num_absent), BLOCK=1024,
+            )  # fmt: skip
+
+    def fill(self, plan: StepPlan, packet: Tensor, padded: StepShape) -> None:
+        """Work out the inputs of the plan's forward, padded to a shape."""
+        at, slots, words = self.inputs, self.slots, packet.view(torch.int32)
+        stride = at.rows_6R.stride(0)
+        _row_kernel[(1,)](
+            words, at.rows_6R, slots.kv_len, slots.temperature, slots.seed, slots.sample_index,
+            at.num_decode, at.begin_R, at.first_R, at.first_tile_R, at.end_R, at.last_R,
+            at.status_R,
+            at.temperature_R, at.seed_R, at.sample_index_R, at.decode_R4, at.tiles_N4,
+            stride, padded.num_decode, padded.num_tiles,
+            SLOT=self._head("rows.slot"), START=self._head("rows.start"),
+            WIDTH=self._head("rows.width"), BOUND=self._head("rows.bound"),
+            SAMPLES=self._head("rows.samples"), TILE_TOKENS=self.tile_tokens,
+            BLOCK=power_of_two(at.rows_6R.shape[1] + 1),
+        )  # fmt: skip
+        table = slots.page_table_SB
+        tokens = self.kv.sidecars["tokens"]
+        _token_kernel[(ceil_div(padded.num_tokens, _TOKENS),)](
+            words, at.rows_6R, slots.last_token, table, at.num_decode, at.begin_R, at.first_R,
+            at.first_tile_R,
+            at.status_R, at.token_ids_T, at.positions_T, at.kv_slots_T, tokens.rows, at.tiles_N4,
+            stride, table.stride(0), padded.num_tokens, padded.num_tiles,
+            tokens.sink, TOKEN_IDS=self._head("token_ids"), PAGE=self.page_size,
+            TILE_TOKENS=self.tile_tokens, BLOCK=_TOKENS,
+        )  # fmt: skip
+        if len(plan.targets):
+            _target_kernel[(ceil_div(len(plan.targets), _TOKENS),)](
+                words, at.targets_T, len(plan.targets), TARGETS=self._head("targets"),
+                BLOCK=_TOKENS,
+            )  # fmt: skip
+
+    def _head(self, name: str) -> int:
+        """Return where the header says where a field begins."""
+        names = [field.name for field in self.schema.fields]
+        return len(SCALARS) + 2 * names.index(name)

@@ -1,0 +1,72 @@
+"""The GPU as a device: lanes are streams, host blocks are pinned, faults are device errors."""
+
+import pytest
+import torch
+
+from dovetail.errors import DeviceError
+from dovetail.exec.cuda.device import CudaDevice
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def device():
+    device = CudaDevice()
+    yield device
+    device.close()
+
+
+def test_lanes_are_distinct_and_ordered_by_events_alone(device: CudaDevice) -> None:
+    assert device.compute.stream != device.copy.stream
+    target = device.device_block(64)
+    host = device.host_block(64)
+    for value in range(1, 50):
+
+        def slow_write(value: int = value) -> None:
+            torch.cuda._sleep(1_000_000)
+            target.fill_(value)
+
+        device.compute.submit(slow_write)
+        written = device.compute.record()
+        device.copy.wait(written)
+        device.copy.submit(lambda: host.copy_(target, non_blocking=True))
+        device.copy.record().wait()
+        assert host.eq(value).all()
+
+
+def test_host_blocks_have_their_exact_size_and_copies_do_not_wait(device: CudaDevice) -> None:
+    block = device.host_block(1_000_003)
+    assert block.numel() == 1_000_003 and device.num_unpinned == 0
+    target = device.device_block(1_000_003)
+    block.fill_(7)
+    device.compute.submit(lambda: torch.cuda._sleep(400_000_000))
+    device.compute.submit(lambda: target.copy_(block, non_blocking=True))
+    copied = device.compute.record()
+    assert not copied.point.query()  # the sleep is not over, and nobody waited for it
+    copied.wait()
+    assert target.eq(7).all()
+
+
+def test_without_pinning_the_same_calls_give_the_same_bytes(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing:
+        cudaHostRegister = staticmethod(lambda *args: 2)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
+    block = device.host_block(4096)
+    assert device.num_unpinned == 1
+    monkeypatch.undo()
+    block.fill_(9)
+    target = device.device_block(4096)
+    device.compute.submit(lambda: target.copy_(block, non_blocking=True))
+    block.fill_(1)  # the copy was over when it returned
+    device.compute.record().wait()
+    assert target.eq(9).all()
+
+
+def test_a_full_gpu_is_a_device_error(device: CudaDevice) -> None:
+    with pytest.raises(DeviceError, match="compute"):
+        device.compute.submit(
+            lambda: torch.empty(2**50, dtype=torch.uint8, device=device.torch_device) and None
+        )

@@ -1,0 +1,84 @@
+"""The engine on a GPU gives the CPU engine's tokens and rows, with graphs and without."""
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.core.engine import Engine
+from dovetail.exec.executor import Executor
+from dovetail.wire.request import LogprobParams, SamplingParams
+
+pytestmark = pytest.mark.cuda
+
+PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 16, 33, 120)] + [[9] * 40, [5, 6, 7]]
+OPTIONS = {"dtype": "float32", "max_running": 6, "chunk_size": 48, "context_len": 512}
+COLUMNS = ("experts", "expert_weights")
+SAMPLING = [
+    SamplingParams(
+        max_new_tokens=20 + i, temperature=(0.0, 0.8)[i % 2], sampling_seed=2**63 + i,
+        ignore_eos=True,
+    )
+    for i in range(len(PROMPTS))
+]  # fmt: skip
+SHAPED = SamplingParams(
+    max_new_tokens=16, temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, sampling_seed=5,
+    repetition_penalty=1.1, presence_penalty=0.1, logit_bias={7: -5.0}, ignore_eos=True,
+)  # fmt: skip
+
+
+def outputs(sampling=SAMPLING, logprobs=None, **options):
+    with Engine(**OPTIONS | options, capture=COLUMNS) as engine:
+        first = engine.generate(PROMPTS, sampling, capture=COLUMNS, logprobs=logprobs)
+        return first + engine.generate(PROMPTS, sampling, capture=COLUMNS, logprobs=logprobs)
+
+
+def same(ours, wanted) -> None:
+    for a, b in zip(ours, wanted, strict=True):
+        assert a.token_ids == b.token_ids
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
+        assert np.array_equal(a.routes.ids, b.routes.ids)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return outputs(depth=1)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_tokens_logprobs_and_experts_are_those_of_the_cpu(depth, graphs, wanted) -> None:
+    same(outputs(device="cuda", depth=depth, graphs=graphs), wanted)
+
+
+def test_a_draw_that_is_shaped_is_that_of_the_cpu() -> None:
+    logprobs = LogprobParams(logprob_start_len=0, top_logprobs_num=3, token_ids_logprob=(5,))
+    ours, theirs = (outputs(SHAPED, logprobs, device=name) for name in ("cuda", "cpu"))
+    same(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a.prompt_logprobs[1:], b.prompt_logprobs[1:], atol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_submitting_waits_for_nothing(wanted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch raises at any call that would wait for the GPU."""
+    original, num_steps = Executor.submit, []
+
+    def submit(self, plan):
+        if self._runner._graphs._graphs:  # when all is compiled
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            num_steps.append(len(plan.rows))
+            return original(self, plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Executor, "submit", submit)
+    same(outputs(device="cuda"), wanted)
+    assert len(num_steps) > 40
+
+
+def test_bfloat16_runs(wanted) -> None:
+    ours = outputs(device="cuda", dtype="bfloat16")
+    assert all(np.isfinite(output.logprobs).all() for output in ours)
+    num_same = sum(a.token_ids[0] == b.token_ids[0] for a, b in zip(ours, wanted, strict=True))
+    assert num_same >= len(ours) - 4

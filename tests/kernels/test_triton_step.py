@@ -1,0 +1,164 @@
+"""A step unpacked, run and packed on the device gives what the CPU's own runner gives.
+
+On a CPU Triton's interpreter runs the kernels of the step, and plain torch the model's.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dovetail.config.schema import EngineConfig
+from dovetail.errors import InvariantError
+from dovetail.exec.cuda.graphs import Tiers, decode_tiers, token_tiers
+from dovetail.exec.cuda.runner import CudaRunner
+from dovetail.exec.cuda.step import Forwarded, StepShape
+from dovetail.exec.device import CpuDevice
+from dovetail.exec.executor import Executor
+from dovetail.kernels.ref.backend import RefKernels
+from dovetail.wire.request import LogprobParams
+from tests.support.harness import Harness, load_model, make_config
+
+COLUMNS = ("experts", "expert_weights")
+OPTIONS = {
+    "page_size": 4,
+    "num_pages": 33,
+    "context_len": 128,
+    "chunk_size": 8,
+    "max_running": 5,
+    "capture": COLUMNS,
+}
+REQUESTS = [
+    (range(3, 24), {"max_new_tokens": 6, "temperature": 0.0}),
+    ((5, 6, 7), {"max_new_tokens": 9, "temperature": 0.9, "sampling_seed": 2**64 - 3}),
+    ((5, 6, 7, 8), {"max_new_tokens": 9, "sampling_seed": 3, "top_k": 5, "top_p": 0.9}),
+    (
+        (5, 6, 7, 8),
+        {
+            "max_new_tokens": 9,
+            "sampling_seed": 4,
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.2,
+            "logit_bias": {7: -5.0},
+            "logprobs": LogprobParams(
+                logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(5,)
+            ),
+        },
+    ),
+    ([9] * 13, {"max_new_tokens": 12, "sampling_seed": 5}),
+    (range(3, 24), {"max_new_tokens": 3, "sampling_seed": 6}),  # a prefix hit
+]
+
+
+class RunAnew:
+    """Graphs that record nothing: a step is padded as for a graph, and then run."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self.padded = tiers.padded
+        self.runner: CudaRunner | None = None
+        self.seen: set[StepShape] = set()
+
+    def replay(self, padded: StepShape) -> Forwarded:
+        assert self.runner is not None and padded in self._tiers.shapes
+        self.seen.add(padded)
+        return self.runner.forward(padded)
+
+
+def make_executor(folder: Path, make_graphs: Callable[[EngineConfig], RunAnew] | None = None):
+    def make(config: EngineConfig) -> Executor:
+        device, model = CpuDevice(), load_model(folder, config.dtype)
+        graphs = make_graphs and make_graphs(config)
+        runner = CudaRunner(config, model, device, RefKernels(), graphs)
+        if graphs:
+            graphs.runner = runner
+        return Executor(config, runner, device)
+
+    return make
+
+
+def outputs_of(folder: Path, depth: int, **options: object) -> dict:
+    harness = Harness(folder, depth=depth, **OPTIONS, **options)
+    for prompt, fields in REQUESTS:
+        harness.add(list(prompt), capture=COLUMNS, **fields)
+    for _ in range(4):
+        harness.step()
+    harness.scheduler.retract_last()
+    harness.run()
+    return harness.outputs
+
+
+def check_it_gives_what_the_cpu_gives(folder: Path, depth: int, make) -> None:
+    wanted = outputs_of(folder, depth)
+    ours = outputs_of(folder, depth, make_executor=make)
+    assert wanted.keys() == ours.keys()
+    for key, output in wanted.items():
+        assert ours[key].token_ids == output.token_ids
+        np.testing.assert_allclose(ours[key].logprobs, output.logprobs, atol=3e-5)
+        for column in COLUMNS:
+            rows, theirs = ours[key].captured[column], output.captured[column]
+            if column == "experts":
+                assert np.array_equal(rows, theirs)
+            else:
+                np.testing.assert_allclose(rows, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_it_gives_what_the_cpu_gives(depth: int, tiny_moe_folder: Path) -> None:
+    check_it_gives_what_the_cpu_gives(tiny_moe_folder, depth, make_executor(tiny_moe_folder))
+
+
+def test_padding_changes_nothing(tiny_moe_folder: Path) -> None:
+    """As graphs need it: rows and tokens beyond the step, in decode steps and mixed ones."""
+    made: list[RunAnew] = []
+
+    def make_graphs(config: EngineConfig) -> RunAnew:
+        tile_tokens = RefKernels().tile_tokens(3)
+        made.append(RunAnew(Tiers(max_rows=5, max_tokens=13, tile_tokens=tile_tokens)))
+        return made[0]
+
+    make = make_executor(tiny_moe_folder, make_graphs)
+    check_it_gives_what_the_cpu_gives(tiny_moe_folder, 1, make)
+    assert {(shape.num_rows, shape.num_tokens) for shape in made[0].seen} >= {(4, 4), (5, 13)}
+
+
+def test_tiers_hold_every_step_they_are_asked_for() -> None:
+    assert decode_tiers(1) == (1,) and decode_tiers(3) == (1, 2, 3)
+    assert decode_tiers(100) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100)
+    assert token_tiers(256, 8448)[:2] == (256, 512) and token_tiers(256, 8448)[-1] == 2048
+    assert token_tiers(300, 700) == (512, 700) and token_tiers(4000, 9000) == (4000,)
+    tiers = Tiers(max_rows=300, max_tokens=9000, tile_tokens=16)
+    for num_tokens in (1, 299, 512, 513, 2048):
+        padded = tiers.padded(StepShape(2, num_tokens, 0, 9))
+        assert padded in tiers.shapes and padded.num_tokens >= max(num_tokens, padded.num_rows)
+    assert tiers.padded(StepShape(2, 2049, 0, 200)) is None
+    assert tiers.padded(StepShape(299, 299, 299, 0)) == StepShape(300, 300, 300, 0)
+
+
+def test_a_row_past_its_pages_is_an_error(tiny_moe_folder: Path) -> None:
+    harness = Harness(
+        tiny_moe_folder, depth=0, make_executor=make_executor(tiny_moe_folder), **OPTIONS
+    )
+    harness.add([5, 6, 7], max_new_tokens=4)
+    harness.step()
+    harness.executor._runner._slots.kv_len += 100
+    with pytest.raises(InvariantError, match="past the pages reserved"):
+        harness.run()
+
+
+def test_a_stale_handle_is_an_error(tiny_moe_folder: Path) -> None:
+    harness = Harness(
+        tiny_moe_folder, depth=0, make_executor=make_executor(tiny_moe_folder), **OPTIONS
+    )
+    harness.add([5, 6, 7], max_new_tokens=4)
+    harness.step()
+    harness.executor._runner._tenants._generation += 1
+    with pytest.raises(InvariantError, match="stale slots"):
+        harness.run()
+
+
+def test_the_configuration_is_refused_where_kernels_cannot_do_it(tiny_moe_folder: Path) -> None:
+    for name, value in (("page_size", 12), ("max_running", 5000), ("lanes", "threaded")):
+        with pytest.raises(Exception, match=name):
+            make_config(tiny_moe_folder, device="cuda", **{name: value})
