@@ -293,4 +293,11 @@ def _decide_num_pages(
             f"context_len {context_len} needs {need} pages ({need * page_bytes} bytes); "
             "raise it or lower context_len",
         )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if options.device == "cpu" and num_pages * page_bytes > memory:
+        raise ConfigError(
+            field,
+            f"asks for {num_pages * page_bytes} bytes of KV, but this machine has {memory}; "
+            f"give at most {memory // page_bytes} pages",
+        )
     return num_pages

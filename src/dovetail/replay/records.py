@@ -308,6 +308,13 @@ class RouteTrace:
         )
 
 
+def _of_base64(data: str | bytes) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:  # also of text that is not ASCII
+        raise TraceError(f"this is no base64: {error}") from None
+
+
 # -- layouts of other engines ----------------------------------------------------------------
 
 
@@ -332,9 +339,12 @@ def from_sglang(
         start: the request's ``routed_experts_start_len``, which the reply does not repeat.
 
     Raises:
-        TraceError: the rows are not as many as the tokens ask for, or an id is none.
+        TraceError: this is no base64, the rows are not as many as the tokens ask for, or an id is
+            none.
     """
-    raw = np.frombuffer(base64.b64decode(data, validate=True), dtype="<i4")
+    content = _of_base64(data)
+    _expect(len(content) % 4 == 0, f"{len(content)} bytes are no 32-bit ids")
+    raw = np.frombuffer(content, dtype="<i4")
     rows = len(token_ids) - 1 - start
     want = rows * num_hidden_layers * num_experts_per_tok
     _expect(len(raw) == want, f"{len(raw)} ids, but {rows} rows of the model need {want}")
@@ -366,7 +376,7 @@ def from_vllm(
     dtype = str(value["dtype"])
     _expect(dtype in ("uint8", "uint16", "int16", "int32"), f"dtype is {dtype!r}")
     data = value["data"]
-    raw = base64.b64decode(data, validate=True) if isinstance(data, str) else bytes(data)
+    raw = _of_base64(data) if isinstance(data, str) else bytes(data)
     shape = tuple(int(n) for n in cast(Sequence[int], value["shape"]))
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     _expect(len(shape) == 3 and len(raw) == size, f"{len(raw)} bytes do not fill shape {shape}")

@@ -137,6 +137,7 @@ def test_num_pages_wins_over_kv_memory(folder):
         ({"num_pages": 12}, "num_pages", "12 pages of 16 tokens"),
         ({"num_pages": 12}, "num_pages", f"context_len 200 needs 13 pages ({13 * PAGE_BYTES} b"),
         ({"kv_memory": PAGE_BYTES * 13 - 1}, "kv_memory", "gives 12 pages"),
+        ({"num_pages": 2 * 10**9}, "num_pages", "bytes of KV, but this machine has"),
         ({"num_pages": 199, "page_size": 1}, "num_pages", "needs 200 pages"),
         ({"kv_memory": "1KB"}, "kv_memory", "gives 0 pages"),
         ({"kv_memory": "lots"}, "kv_memory", "'lots' is not a size"),

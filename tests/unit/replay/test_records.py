@@ -199,6 +199,16 @@ def test_sglang_rows_that_are_too_few_or_of_other_layers():
         read_sglang(all_layers(ids), 10, num_experts=4)
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [("@@@", "no base64"), ("\u00e9AAA", "no base64"), ("AAAA", "3 bytes are no")],
+)
+def test_sglang_text_that_holds_no_ids(data, message):
+    model = {"layer_ids": LAYERS, "num_experts": 8, "num_experts_per_tok": K}
+    with pytest.raises(TraceError, match=message):
+        from_sglang(data, tokens(10), num_hidden_layers=7, **model)
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "int32"])
 @pytest.mark.parametrize("as_text", [False, True])
 def test_vllm_rows(dtype, as_text):
