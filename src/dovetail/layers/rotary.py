@@ -32,7 +32,8 @@ class Rotary(nn.Module):
     def forward(self, positions_T: Tensor) -> Rotation:
         """Look up the positions, int64, each below ``max_positions``: once a step."""
         cos_sin_T2D = self.cos_sin_P2D[positions_T]
-        return Rotation(*cos_sin_T2D.chunk(2, dim=1), cos_sin_T2D)
+        cos_T1D, sin_T1D = cos_sin_T2D.chunk(2, dim=1)
+        return Rotation(cos_T1D, sin_T1D, cos_sin_T2D)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -6,6 +6,7 @@ what it launches is queued there. Must not know what the work does.
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +103,8 @@ class CudaDevice:
         PyTorch's own pinned memory comes in powers of two, and is shared with whoever else asks.
         """
         block = torch.zeros(num_bytes, dtype=torch.uint8)
-        if int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0)) == 0:
+        runtime: Any = torch.cuda.cudart()  # a module without types
+        if int(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0)) == 0:
             self._pinned.append(block)
         else:
             self.num_unpinned += 1
@@ -123,6 +125,7 @@ class CudaDevice:
         """Let both lanes end, then give the host's memory back."""
         for lane in self._lanes:
             lane.record().wait()
+        runtime: Any = torch.cuda.cudart()
         for block in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+            runtime.cudaHostUnregister(block.data_ptr())
         self._pinned.clear()
