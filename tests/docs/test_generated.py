@@ -30,4 +30,4 @@ def test_a_description_may_take_several_lines() -> None:
 
 
 def test_every_option_but_those_of_tests_has_a_flag() -> None:
-    assert set(EngineOptions.__struct_fields__) - set(flags_of_options()) == {"device", "lanes"}
+    assert set(EngineOptions.__struct_fields__) - set(flags_of_options()) == {"lanes"}

@@ -153,7 +153,7 @@ def _gpu(*, is_there: bool, answers: bool, has_triton: bool) -> Finding:
             what="gpu",
             verdict="missing",
             detail="an NVIDIA GPU is there, but PyTorch does not see it",
-            fix="install a CUDA build of PyTorch, and look at nvidia-smi; the CPU engine needs none",
+            fix="install a CUDA build of PyTorch, and look at what nvidia-smi says",
         )
     name = torch.cuda.get_device_name()
     if not has_triton:

@@ -158,7 +158,7 @@ def test_a_wrong_option_is_named_with_its_numbers(folder, options, field, words)
         ({"depth": 1.0}, "$.depth"),
         ({"page_size": None}, "$.page_size"),
         ({"dtype": "float16"}, "$.dtype"),
-        ({"device": "cuda"}, "$.device"),
+        ({"device": "tpu"}, "$.device"),
         ({"lanes": "many"}, "$.lanes"),
         ({"kv_memory": 0.5}, "$.kv_memory"),
         ({"prefix_cache": 1}, "$.prefix_cache"),
