@@ -88,6 +88,8 @@ def plain_config(
         capture=capture,
         num_threads=1,
         lanes="inline",
+        load_format="safetensors",
+        graphs=False,
         reasons={},
     )
 

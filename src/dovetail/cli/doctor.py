@@ -86,7 +86,11 @@ def examine() -> Iterator[Finding]:
     yield _packages()
     yield _cpu()
     yield _openmp(torch.get_num_threads(), os.environ.get("OMP_WAIT_POLICY"))
-    yield _gpu(shutil.which("nvidia-smi") is not None or torch.cuda.is_available())
+    yield _gpu(
+        is_there=shutil.which("nvidia-smi") is not None or torch.cuda.is_available(),
+        answers=torch.cuda.is_available(),
+        has_triton=_version("triton") is not None,
+    )
     yield _pinned_memory(has_cuda=torch.cuda.is_available())
     for name in OPTIONAL:
         yield _optional(name)
@@ -141,16 +145,25 @@ def _openmp(num_threads: int, wait_policy: str | None) -> Finding:
     return Finding(what=what, verdict="ok", detail=detail)
 
 
-def _gpu(is_there: bool) -> Finding:
+def _gpu(*, is_there: bool, answers: bool, has_triton: bool) -> Finding:
     if not is_there:
         return Finding(what="gpu", verdict="ok", detail="no NVIDIA GPU; none is needed")
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "an NVIDIA GPU"
-    return Finding(
-        what="gpu",
-        verdict="missing",
-        detail=f"{name} is there, but this version does not support GPUs yet: it runs on the CPU",
-        fix="nothing to do now",
-    )
+    if not answers:
+        return Finding(
+            what="gpu",
+            verdict="missing",
+            detail="an NVIDIA GPU is there, but PyTorch does not see it",
+            fix="install a CUDA build of PyTorch, and look at what nvidia-smi says",
+        )
+    name = torch.cuda.get_device_name()
+    if not has_triton:
+        return Finding(
+            what="gpu",
+            verdict="missing",
+            detail=f"{name} answers, but its kernels need the package triton",
+            fix="pip install triton; a CUDA build of PyTorch brings it",
+        )
+    return Finding(what="gpu", verdict="ok", detail=f"{name}; --device cuda uses it")
 
 
 def _pinned_memory(*, has_cuda: bool) -> Finding:
@@ -163,10 +176,10 @@ def _pinned_memory(*, has_cuda: bool) -> Finding:
         return Finding(
             what=what,
             verdict="missing",
-            detail=f"cannot be had ({str(error).splitlines()[0]}); the CPU engine needs none",
+            detail=f"cannot be had ({str(error).splitlines()[0]}); copies then wait",
             fix="raise the limit of locked memory (ulimit -l)",
         )
-    return Finding(what=what, verdict="ok", detail="can be had; the CPU engine needs none")
+    return Finding(what=what, verdict="ok", detail="can be had")
 
 
 def _optional(name: str) -> Finding:

@@ -61,11 +61,15 @@ def test_threads_that_spin_are_noticed(
     assert ("OMP_" in finding.fix) == (verdict != "ok")
 
 
-def test_a_gpu_is_said_to_be_of_no_use_yet() -> None:
-    finding = doctor._gpu(True)
-    assert finding.verdict == "missing" and not finding.blocks
-    assert "does not support GPUs yet" in finding.detail
-    assert doctor._gpu(False).verdict == "ok"
+def test_a_gpu_is_used_when_it_answers_and_has_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert doctor._gpu(is_there=False, answers=False, has_triton=False).verdict == "ok"
+    for answers, has_triton, words in ((False, True, "CUDA build"), (True, False, "triton")):
+        finding = doctor._gpu(is_there=True, answers=answers, has_triton=has_triton)
+        assert finding.verdict == "missing" and not finding.blocks
+        assert words in finding.fix
+    finding = doctor._gpu(is_there=True, answers=True, has_triton=True)
+    assert finding.verdict == "ok" and "--device cuda" in finding.detail
 
 
 def test_a_missing_package_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

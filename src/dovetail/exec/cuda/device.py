@@ -103,7 +103,8 @@ class CudaDevice:
         PyTorch's own pinned memory comes in powers of two, and is shared with whoever else asks.
         """
         block = torch.zeros(num_bytes, dtype=torch.uint8)
-        if int(_runtime().cudaHostRegister(block.data_ptr(), num_bytes, 0)) == 0:
+        runtime: Any = torch.cuda.cudart()  # a module without types
+        if int(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0)) == 0:
             self._pinned.append(block)
         else:
             self.num_unpinned += 1
@@ -124,11 +125,7 @@ class CudaDevice:
         """Let both lanes end, then give the host's memory back."""
         for lane in self._lanes:
             lane.record().wait()
+        runtime: Any = torch.cuda.cudart()
         for block in self._pinned:
-            _runtime().cudaHostUnregister(block.data_ptr())
+            runtime.cudaHostUnregister(block.data_ptr())
         self._pinned.clear()
-
-
-def _runtime() -> Any:
-    """Return CUDA's runtime; PyTorch gives no type for it."""
-    return torch.cuda.cudart()
