@@ -130,7 +130,7 @@ class RequestDecoder:
         if event.finish is not None:
             text += detokenizer.finish(event.finish)
             self._num_open -= 1
-        captured = event.captured or {}
+        captured = {name: part.rows.unpack() for name, part in (event.captured or {}).items()}
         return StreamEvent(
             request_id=event.request_id,
             sample_index=event.sample_index,
@@ -142,8 +142,8 @@ class RequestDecoder:
             prompt_scores=event.prompt_scores,
             finish_reason=event.finish,
             usage=event.usage,
-            captured={name: part.rows.unpack() for name, part in captured.items()},
-            routes=self._routes[event.sample_index].add(event),
+            captured=captured,
+            routes=self._routes[event.sample_index].add(event, captured),
         )
 
 
@@ -156,7 +156,7 @@ class _Routes:
         self._token_ids = list(request.prompt_token_ids) if self._is_asked else []
         self._parts: list[NDArray[np.generic]] = []
 
-    def add(self, event: TokenEvent) -> RouteTrace | None:
+    def add(self, event: TokenEvent, captured: Captured) -> RouteTrace | None:
         """Take what an event brings; return all rows if it is the last one and has rows.
 
         The last event of a generation with a missing row has none.
@@ -166,8 +166,7 @@ class _Routes:
         self._token_ids += event.token_ids
         if event.captured is None:
             return None
-        last = event.captured["experts"]
-        self._parts.append(last.rows.unpack())
+        self._parts.append(captured["experts"])
         if event.finish is None:
             return None
         assert self._moe is not None
@@ -177,7 +176,7 @@ class _Routes:
             layer_ids=self._moe.layer_ids,
             num_experts=self._moe.num_experts,
             start=self._start,
-            spans=last.spans,
+            spans=event.captured["experts"].spans,
         )
 
 

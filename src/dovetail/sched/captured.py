@@ -10,6 +10,7 @@ many rows it did not reproduce.
 Shape legend: N rows.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -41,12 +42,13 @@ class CapturedColumns:
         self.specs = specs
         self.start = start
         self.recorded = self.planned = start
+        self._begins: list[int] = []  # position of the first row of each part
         self._parts: dict[str, list[NDArray[np.generic]]] = {name: [] for name in specs}
         self._differs: dict[str, set[int]] = {name: set() for name in specs}
         self._epochs: list[tuple[int, int]] = []  # (end, epoch), of the recorded rows
         self._computed: list[tuple[int, int]] = []  # the same of those in memory now
         self._again: list[tuple[int, int]] = []  # ranges forwarded again after they were recorded
-        self._num_emitted = 0
+        self._emitted = start  # rows of positions before this one have left
         self._cached_len = 0  # positions that the cache filled when the memory was got
         self._known = start  # rows that were recorded by then
 
@@ -97,6 +99,7 @@ class CapturedColumns:
         end = start + num_rows
         if end <= self.recorded:
             return
+        self._begins.append(self.recorded)
         for border, epoch in self._computed:
             if border > self.recorded:
                 self._note_epoch(min(border, end), epoch)
@@ -111,8 +114,7 @@ class CapturedColumns:
         self._epochs.append((end, epoch))
 
     def _compare(self, name: str, start: int, rows_N: NDArray[np.generic]) -> None:
-        first = start - self.start
-        known_N = self._joined(name)[first : first + len(rows_N)]
+        known_N = np.concatenate(self._pieces(name, start, start + len(rows_N)))
         # By bytes: what is compared is whether they are the same, not how near.
         is_same = (_as_bytes(known_N) == _as_bytes(rows_N)).all(axis=1)
         self._differs[name].update((start + np.flatnonzero(~is_same)).tolist())
@@ -122,41 +124,33 @@ class CapturedColumns:
     @property
     def has_news(self) -> bool:
         """True if rows have been recorded that no event has had."""
-        return self.start + self._num_emitted < self.recorded
+        return self._emitted < self.recorded
 
     def news(self, *, is_last: bool) -> dict[str, CapturedRows]:
         """Return the rows recorded since the last call; with the last ones, all spans."""
-        first, self._num_emitted = self._num_emitted, self.recorded - self.start
+        first, self._emitted = self._emitted, self.recorded
         return {
             name: CapturedRows(
-                start=self.start + first,
-                rows=TensorEnvelope.pack(self._rows_from(name, first)),
+                start=first,
+                rows=TensorEnvelope.pack(*self._pieces(name, first, self.recorded)),
                 spans=self._spans(name) if is_last else (),
             )
             for name in self.specs
         }
 
-    def _rows_from(self, name: str, first: int) -> NDArray[np.generic]:
-        """Return the rows from number ``first`` on, looking at the newest parts alone."""
-        tail: list[NDArray[np.generic]] = []
-        num_missing = self.recorded - self.start - first
-        for part in reversed(self._parts[name]):
-            if num_missing <= 0:
-                break
-            tail.append(part[max(len(part) - num_missing, 0) :])
-            num_missing -= len(part)
-        return self._as_one(name, tail[::-1])
+    def _pieces(self, name: str, start: int, end: int) -> list[NDArray[np.generic]]:
+        """Return the recorded rows of positions ``[start, end)`` in the pieces they were read in.
 
-    def _joined(self, name: str) -> NDArray[np.generic]:
-        parts = self._parts[name]
-        parts[:] = [self._as_one(name, parts)]
-        return parts[0]
-
-    def _as_one(self, name: str, parts: list[NDArray[np.generic]]) -> NDArray[np.generic]:
-        if len(parts) == 1:
-            return parts[0]
-        spec = self.specs[name]
-        return np.concatenate([np.zeros((0, *spec.shape), dtype=spec.dtype), *parts])
+        There is at least one, which is empty if there are no rows.
+        """
+        if start == end:
+            spec = self.specs[name]
+            return [np.zeros((0, *spec.shape), dtype=spec.dtype)]
+        touched = slice(bisect_right(self._begins, start) - 1, bisect_left(self._begins, end))
+        return [
+            part[max(start - begin, 0) : end - begin]
+            for begin, part in zip(self._begins[touched], self._parts[name][touched], strict=True)
+        ]
 
     def _spans(self, name: str) -> tuple[CaptureSpan, ...]:
         again = self._again + self._recomputed()

@@ -1,5 +1,7 @@
 """The captured rows of a sequence: appended once, never rewritten, and honest about their past."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -86,6 +88,42 @@ def test_what_is_computed_again_is_compared_and_not_taken():
         span(6, 8, 1),
     )
     assert [s.num_differing for s in news["expert_weights"].spans] == [0, 1, 0]
+
+
+def test_rows_leave_in_the_very_pieces_that_were_read():
+    """To join them would take the loop's thread from everybody else's next token."""
+    columns = CapturedColumns(SPECS, start=0)
+    columns.begin(0, 0)
+    columns.forwarded(9, 0)
+    read = [rows(0, 2), rows(2, 7), rows(5, 9)]
+    for part, start in zip(read, (0, 2, 5), strict=True):
+        columns.append(start, part)
+    for name, part in columns.news(is_last=True).items():
+        held = [np.frombuffer(piece, dtype=np.uint8) for piece in part.rows.pieces]
+        assert [len(piece) for piece in held] == [
+            num_rows * read[0][name][0].nbytes for num_rows in (2, 5, 2)
+        ]
+        for piece, values in zip(held, read, strict=True):
+            assert np.shares_memory(piece, values[name])
+        assert positions_of(part) == list(range(9))
+
+
+@pytest.mark.parametrize("borders", [(0, 9), (0, 3, 9), (0, 1, 4, 8, 9)])
+@pytest.mark.parametrize("again_borders", [(0, 9), (0, 4, 9), (0, 2, 3, 9)])
+def test_the_second_reading_may_come_in_other_pieces(borders, again_borders):
+    columns = CapturedColumns(SPECS, start=0)
+    for salted, cuts in (((), borders), ((0, 3, 7, 8), again_borders)):
+        columns.begin(0, 0)
+        columns.forwarded(9, 0)
+        whole = rows(0, 9)
+        whole["experts"][list(salted), 0] += 100
+        for start, end in pairwise(cuts):
+            columns.append(start, {name: values[start:end] for name, values in whole.items()})
+        columns.forget_memory()
+    news = columns.news(is_last=True)
+    assert news["experts"].spans == (span(0, 9, again=1, differing=4),)
+    assert news["expert_weights"].spans == (span(0, 9, again=1),)
+    np.testing.assert_array_equal(news["experts"].rows.unpack(), rows(0, 9)["experts"])
 
 
 def test_every_further_life_counts():
