@@ -121,9 +121,21 @@ class Engine:
         decoders = [self._client.decoder(request) for request in requests]
         parts: list[list[StreamEvent]] = [[] for _ in requests]
         done: dict[int, list[Generation]] = {}
+        waiting: list[TokenEvent] = []
+
+        def deliver(some: News) -> None:
+            """Wake this thread at ends alone: it would take turns with the loop."""
+            if isinstance(some, EngineError):
+                news.put(some)
+                return
+            waiting.extend(some)
+            if any(event.finish is not None for event in some):
+                news.put(tuple(waiting))
+                waiting.clear()
+
         try:
             for request in requests:
-                self.port.start(request, news.put)
+                self.port.start(request, deliver)
             while len(done) < len(requests):
                 for event in _checked(news.get()):
                     index = indices[event.request_id]
