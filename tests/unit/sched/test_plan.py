@@ -37,12 +37,13 @@ def foreign(dtype: type[np.generic], *shape: int) -> np.ndarray:
 
 def test_own_memory_and_views_of_it_are_taken():
     table = np.zeros((3, 2), dtype=np.int32)
-    result_of(
+    result = result_of(
         token_ids=table[0][:, None],
         status=table[2],
         scores=(scores_of(),),
         readouts=({"tokens": np.zeros(5, dtype=np.int32)},),
     )
+    assert result.token_ids.base is table and not result.token_ids.flags.writeable
 
 
 @pytest.mark.parametrize(
