@@ -49,6 +49,11 @@ class AttentionRows:
     decode_groups: tuple[DecodeGroup, ...]
     prefill_rows: tuple[tuple[int, int, Tensor], ...]
 
+    @property
+    def is_one_token(self) -> bool:
+        """Whether the step decodes a single row and does nothing else."""
+        return len(self.kv_slots_T) == 1 and len(self.decode_groups) == 1
+
 
 class PagedAttention:
     """Attention of one step over the KV pools; a ``StepAttention``.

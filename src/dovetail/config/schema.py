@@ -46,7 +46,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         prefix_cache: share computed prefixes between requests.
         capture: per-token columns that are kept beside the KV, for requests to ask for: ``experts``
             (the experts that each MoE layer chose) and ``expert_weights`` (their weights).
-        num_threads: intra-op threads of the forward; None decides by the model's width.
+        num_threads: intra-op threads of the forward, torch's and numpy's; None decides by the
+            model's width.
         lanes: ``inline`` runs device work at submission, ``threaded`` on a thread a lane.
         graphs: on a GPU, record steps as CUDA graphs when the engine starts.
     """

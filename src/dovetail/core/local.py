@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from threadpoolctl import threadpool_limits  # pyright: ignore[reportMissingTypeStubs]
 
 from dovetail.cache.groups import PagedGroup
 from dovetail.cache.ledger import KVLedger
@@ -133,7 +134,8 @@ class LocalEngine:
 
     def _run(self) -> None:
         torch.set_num_threads(self.config.num_threads)
-        self.loop.run()
+        with threadpool_limits(limits=self.config.num_threads, user_api="blas"):  # numpy's
+            self.loop.run()
 
 
 def _end_loop(inbox: Inbox, thread: threading.Thread) -> None:

@@ -4,11 +4,11 @@ from dovetail.config.schema import EngineConfig
 from dovetail.exec.backend import Backend
 from dovetail.exec.device import CpuDevice, Device, ThreadedCpuDevice
 from dovetail.exec.runner import StepRunner
-from dovetail.kernels import api
+from dovetail.kernels.cpu import layers
 
 
 def backend(config: EngineConfig, device: Device | None) -> Backend:
     """Return the backend; a device is given by tests."""
     if device is None:
         device = ThreadedCpuDevice() if config.lanes == "threaded" else CpuDevice()
-    return Backend(device, api, lambda model: StepRunner(config, model, device))
+    return Backend(device, layers, lambda model: StepRunner(config, model, device))

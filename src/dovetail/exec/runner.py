@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.attention.backend import ForwardContext
-from dovetail.attention.paged import PagedAttention
+from dovetail.attention.backend import ForwardContext, StepAttention
+from dovetail.attention.one_token import OneTokenAttention
+from dovetail.attention.paged import AttentionRows, PagedAttention
 from dovetail.capture.rows import StepRows
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.batch import DeviceBatch, StepInputs, check_handles, sequence_slots, unpack
@@ -76,6 +77,8 @@ class StepRunner:
             None if payload is None else payload.numpy(),
         )
 
+    # What is not finite is found where tokens are drawn; numpy need not warn of it.
+    @np.errstate(all="ignore")
     @torch.inference_mode()
     def run_packet(
         self,
@@ -96,13 +99,7 @@ class StepRunner:
                 token_ids=batch.token_ids_T,
                 positions=batch.positions_T,
                 kv_slots=batch.kv_slots_T,
-                attention=PagedAttention(
-                    self._kv.k_LCKD,
-                    self._kv.v_LCKD,
-                    batch.attention,
-                    dtype=self._kv.k_LCKD.dtype,
-                    scratch=self._scratch,
-                ),
+                attention=self._attention(batch.attention),
                 recorder=self._rows if self._rows.buffers else None,
             )
         )
@@ -125,6 +122,13 @@ class StepRunner:
                 payload,
                 result,
             )
+
+    def _attention(self, rows: AttentionRows) -> StepAttention:
+        """Bind the pools to the step's work list."""
+        k_LCKD, v_LCKD = self._kv.k_LCKD, self._kv.v_LCKD
+        if rows.is_one_token and k_LCKD.dtype == torch.float32:
+            return OneTokenAttention(k_LCKD, v_LCKD, rows.decode_groups[0].kv_slots_DS[0])
+        return PagedAttention(k_LCKD, v_LCKD, rows, dtype=k_LCKD.dtype, scratch=self._scratch)
 
     def _keep_rows(self, batch: DeviceBatch) -> None:
         """Store what is kept of each token at its cache slot, that of padding at the sink."""

@@ -13,6 +13,7 @@ R rows, C cache slots, S cached tokens of a row, N rows that sample, V vocabular
 """
 
 import numpy as np
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,6 +21,20 @@ from dovetail.kernels.backend import Capture
 from dovetail.kernels.ref import activation, attention, capture, moe, norm, sampling
 from dovetail.kernels.ref import rotary as rotary_ref
 from dovetail.kernels.scratch import Scratch
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.T + bias``.
+
+    Args:
+        x: [..., N].
+        weight: [O, N].
+        bias: [O].
+
+    Returns:
+        [..., O].
+    """
+    return F.linear(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -122,6 +122,10 @@ class PlainDraws(NamedTuple):
 class LayerKernels(Protocol):
     """The operations that layers call themselves; ``kernels.api`` has them too."""
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See ``kernels.api.linear``."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``kernels.api.rms_norm``."""
         ...

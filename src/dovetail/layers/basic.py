@@ -68,10 +68,11 @@ class Head(nn.Module):
             tied.weight if tied else at.parameter((vocab_size, hidden_size), self.shards["weight"])
         )
         self._comm = at.comm
+        self._kernels = at.kernels
 
     def forward(self, hidden_NM: Tensor) -> Tensor:
         """[N, M] -> float32 [N, V], the same on every rank."""
-        logits = F.linear(hidden_NM, self.weight)
+        logits = self._kernels.linear(hidden_NM, self.weight)
         return self._comm.all_gather(logits, dim=-1).to(torch.float32)
 
 

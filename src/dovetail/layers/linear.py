@@ -5,7 +5,6 @@ Owns the weight, an optional bias, and the reduction that makes a cut layer whol
 Shape legend: N input features, O output features.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.layers.shard import REPLICATED, Placement, Shard
@@ -18,10 +17,11 @@ class ReplicatedLinear(nn.Module):
         super().__init__()
         self.shards = {"weight": REPLICATED}
         self.weight = at.parameter((out_features, in_features))
+        self._kernels = at.kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., N] -> [..., O]."""
-        return F.linear(x, self.weight)
+        return self._kernels.linear(x, self.weight)
 
 
 class ColumnLinear(nn.Module):
@@ -38,10 +38,11 @@ class ColumnLinear(nn.Module):
         self.shards = {"weight": shard} | ({"bias": shard} if bias else {})
         self.weight = at.parameter((sum(parts), in_features), shard)
         self.bias = at.parameter((sum(parts),), shard) if bias else None
+        self._kernels = at.kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., N] -> [..., O / ranks]."""
-        return F.linear(x, self.weight, self.bias)
+        return self._kernels.linear(x, self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
@@ -54,9 +55,10 @@ class RowLinear(nn.Module):
         self.bias = at.parameter((out_features,)) if bias else None
         if bias:
             self.shards["bias"] = REPLICATED
+        self._kernels = at.kernels
         self._comm = at.comm
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., N / ranks] -> [..., O], the same on every rank."""
         bias = self.bias if self._comm.rank == 0 else None  # the sum must hold it once
-        return self._comm.all_reduce(F.linear(x, self.weight, bias))
+        return self._comm.all_reduce(self._kernels.linear(x, self.weight, bias))

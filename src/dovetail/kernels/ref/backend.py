@@ -7,6 +7,7 @@ Shape legend: as in ``kernels.backend``; B tokens of one tile, G query heads of 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.kernels.backend import Capture, PlainDraws, QueryTiles, WorkItems
@@ -20,6 +21,10 @@ def kernels(device: torch.device) -> "RefKernels":
 
 class RefKernels:
     """All operations; what each means is said once, in ``kernels.backend``."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See ``kernels.api.linear``."""
+        return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``kernels.api.rms_norm``."""

@@ -1,6 +1,7 @@
 """``kernels.backend.Kernels`` in Triton: every operation with the tiles of one table."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.errors import ConfigError
@@ -25,6 +26,10 @@ class TritonKernels:
 
     def __init__(self, table: TileTable) -> None:
         self._table = table
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See ``kernels.api.linear``; the library of the GPU's vendor is hard to beat."""
+        return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``kernels.api.rms_norm``."""

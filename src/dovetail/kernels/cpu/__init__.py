@@ -1,0 +1,1 @@
+"""The CPU's own: numpy where a step has one token, the reference everywhere else."""
