@@ -27,7 +27,8 @@ from dovetail.wire.request import SamplingParams
 GOLDEN_PROMPT = "ROMEO\n"
 GOLDEN_TOKEN_IDS = (43, 555, 263, 281, 1290, 201)  # no second choice is near
 REQUIRED = (
-    "numpy", "msgspec", "safetensors", "tokenizers", "jinja2", "rich", "starlette", "uvicorn",
+    "numpy", "msgspec", "safetensors", "tokenizers", "jinja2", "rich", "threadpoolctl",
+    "starlette", "uvicorn",
     "httptools", "prometheus_client",
 )  # fmt: skip
 OPTIONAL = {
