@@ -49,9 +49,8 @@ class Stamped(Stepper):
 
     def step(self) -> None:
         super().step()
-        for siblings in self.scheduler._open.values():
-            for sequence in siblings:
-                check_append_only(sequence, self._seen.setdefault(sequence, {}))
+        for sequence in self.scheduler._open.sequences():
+            check_append_only(sequence, self._seen.setdefault(sequence, {}))
 
 
 def check_stamps(output: Output, prompt: list[int]) -> None:
@@ -223,7 +222,7 @@ def test_a_commit_that_is_not_checked_would_go_unnoticed():
     engine, pending = flying(2)
     result, scheduler = pending.result(), engine.scheduler
     scheduler.commit(pending.plan, result)
-    before = len(next(iter(scheduler._open.values()))[0].record)
+    before = len(scheduler._open.sequences()[0].record)
     scheduler._num_commits -= 1
     scheduler.commit(pending.plan, result)
-    assert len(next(iter(scheduler._open.values()))[0].record) == before + 1
+    assert len(scheduler._open.sequences()[0].record) == before + 1

@@ -272,7 +272,7 @@ def finish_twice(original):
 def one_last_event_for_all_samples(original):
     def end(self, sequence):
         event = original(self, sequence)
-        self._open.pop(sequence.request.request_id, None)
+        self._open._sequences.pop(sequence.request.request_id, None)
         return event
 
     return end
@@ -281,7 +281,7 @@ def one_last_event_for_all_samples(original):
 def forget_the_label(original):
     def end(self, sequence):
         if sequence.request.group is not None:
-            self._groups[sequence.request.group].add(-1)
+            self._open._groups[sequence.request.group].add(-1)
         return original(self, sequence)
 
     return end

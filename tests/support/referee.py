@@ -277,12 +277,11 @@ class Referee:
     def after_step(self, _: int) -> None:
         """Pages in flight are kept, and nothing that was recorded is forgotten or changed."""
         self.check_pages_of_flying_steps()
-        for siblings in self.stepper.scheduler._open.values():
-            for sequence in siblings:
-                check_append_only(sequence, self._columns[sequence])
-                if sequence.finish is not None:
-                    decided = self.decided.setdefault(sequence, sequence.finish)
-                    assert sequence.finish is decided, "it ended twice"
+        for sequence in self.stepper.scheduler._open.sequences():
+            check_append_only(sequence, self._columns[sequence])
+            if sequence.finish is not None:
+                decided = self.decided.setdefault(sequence, sequence.finish)
+                assert sequence.finish is decided, "it ended twice"
 
 
 def check_victims(before: list[Sequence]) -> None:
@@ -377,8 +376,9 @@ def start_job(stepper: Stepper, job: Job) -> int:
 
 def check_nothing_kept(scheduler: Scheduler) -> None:
     """An idle scheduler holds nothing of the requests that it has had."""
-    for name in ("_waiting", "_running", "_leaving", "_open", "_groups"):
+    for name in ("_waiting", "_running", "_leaving", "_open"):
         assert len(getattr(scheduler, name)) == 0, name
+    assert not scheduler._open._groups
     assert not scheduler._holds._leaders
     assert scheduler._slots.num_free == len(scheduler._slots._tenants)
     assert not any(scheduler._slots._tenants)

@@ -17,6 +17,7 @@ from dovetail.core.prompts import Capture, Prompt
 from dovetail.errors import EngineError
 from dovetail.exec.device import Device
 from dovetail.text.tokenizer import Tokenizer
+from dovetail.weights.refit import NamedTensors
 from dovetail.wire.request import GenerateBody, LogprobParams, Request, SamplingParams
 from dovetail.wire.result import TokenEvent
 from dovetail.wire.status import EngineStats, Health
@@ -237,6 +238,31 @@ class Engine:
         )
 
     # -- control -------------------------------------------------------------------------
+
+    def refit(self, named_tensors: NamedTensors, *, version: int | None = None) -> int:
+        """Serve new weights from now on; returns when they do.
+
+            engine.refit(trainer_model.named_parameters())
+
+        The tensors are checked and copied beside the old weights while the engine serves on, then
+        written over them between two steps. Generations that run keep their tokens and go on under
+        the new weights from a cache that is computed anew; ``Generation.weight_versions`` says
+        which token is of which. Nothing of ``named_tensors`` is kept.
+
+        Args:
+            named_tensors: every weight of the model under its Hugging Face name, experts one by
+                one or fused; pairs or a mapping. Any float dtype and device, converted.
+            version: of the new weights, larger than the one before; None is one more.
+
+        Returns:
+            The version, which every token sampled from now on carries.
+
+        Raises:
+            RequestError: a tensor, which is named, or the version will not do. The old weights are
+                served on, and nobody has noticed.
+            EngineClosed: the engine has been closed or has failed.
+        """
+        return self.port.refit(named_tensors, version=version)
 
     def abort(self, request_id: int) -> None:
         """End a request early; it gets its last event with reason ``abort``.

@@ -7,6 +7,7 @@ knows nothing of text but the bytes of tokens.
 import threading
 import time
 import weakref
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 
@@ -16,23 +17,29 @@ from threadpoolctl import threadpool_limits  # pyright: ignore[reportMissingType
 from dovetail.cache.groups import PagedGroup
 from dovetail.cache.ledger import KVLedger
 from dovetail.config.schema import EngineConfig
+from dovetail.core.control import Refit
 from dovetail.core.loop import EngineLoop
 from dovetail.core.mailbox import Deliver, Inbox, Outbox
 from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, Progress, health_of
 from dovetail.dist.comm import LocalComm
-from dovetail.errors import EngineError
+from dovetail.errors import EngineClosed, EngineError, InvariantError, RequestError
 from dovetail.exec.device import Device
 from dovetail.exec.executor import Executor
 from dovetail.exec.registry import load_backend
 from dovetail.exec.selftest import check_capture_works
+from dovetail.models.decoder import DecoderLM
 from dovetail.models.registry import build_model, check_capture
 from dovetail.sched.scheduler import Scheduler
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.weights.dummy import fill_with_noise
 from dovetail.weights.load import check_weights, load_weights
+from dovetail.weights.refit import NamedTensors, StagedWeights
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close
 from dovetail.wire.request import Request
 from dovetail.wire.status import EngineStats, Health
+
+REFIT_POLL_SECONDS = 0.5
+MAX_VERSION = 2**31 - 1
 
 
 class LocalEngine:
@@ -71,9 +78,10 @@ class LocalEngine:
             special_ids=tokenizer.special_ids,
         )
         self._inbox, self._outbox = Inbox(), Outbox(max_open=max_open)
+        executor, self._model = _build_executor(config, device, on_progress)
         self.loop = EngineLoop(
             self.scheduler,
-            _build_executor(config, device, on_progress),
+            executor,
             inbox=self._inbox,
             outbox=self._outbox,
             depth=config.depth,
@@ -92,6 +100,20 @@ class LocalEngine:
     def send(self, message: Abort | AbortGroup) -> None:
         """Pass a message to the loop."""
         self._inbox.put(message)
+
+    def refit(self, named_tensors: NamedTensors, *, version: int | None = None) -> int:
+        """Serve new weights; see ``Engine.refit``. Not from the loop's own thread."""
+        if threading.current_thread() is self._thread:
+            raise InvariantError("the loop's thread would wait for itself")
+        _check_version(version)
+        staged = StagedWeights(self._model, named_tensors, comm=LocalComm())
+        message = Refit(staged.install, version)
+        self._inbox.put(message)
+        while not message.done.done():
+            if self.failure is not None:  # nobody will answer
+                raise EngineClosed(str(self.failure))
+            wait([message.done], timeout=REFIT_POLL_SECONDS)
+        return message.done.result()
 
     def stats(self) -> EngineStats:
         """Return counts of this moment; exact when the engine is idle."""
@@ -138,6 +160,15 @@ class LocalEngine:
             self.loop.run()
 
 
+def _check_version(version: object) -> None:
+    if version is None:
+        return
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise RequestError("version", f"is {version!r}; give a whole number, or none")
+    if not 0 <= version <= MAX_VERSION:
+        raise RequestError("version", f"is {version}; give at most {MAX_VERSION}")
+
+
 def _end_loop(inbox: Inbox, thread: threading.Thread) -> None:
     inbox.put(Close())
     if thread is not threading.current_thread():
@@ -146,7 +177,8 @@ def _end_loop(inbox: Inbox, thread: threading.Thread) -> None:
 
 def _build_executor(
     config: EngineConfig, device: Device | None, on_progress: Progress | None
-) -> Executor:
+) -> tuple[Executor, DecoderLM]:
+    """Return the executor, and the model that it runs."""
     check_capture(config.model, config.capture)
     backend, comm, folder = load_backend(config, device), LocalComm(), Path(config.model_folder)
     build = partial(
@@ -172,4 +204,4 @@ def _build_executor(
         except BaseException:
             executor.close()
             raise
-    return executor
+    return executor, model

@@ -7,8 +7,9 @@ next one is planned; 0 is synchronous and 1 is overlap, with the same code.
 import time
 from collections import deque
 
+from dovetail.core.control import Refit
 from dovetail.core.mailbox import Inbox, Outbox
-from dovetail.errors import EngineClosed, EngineError
+from dovetail.errors import EngineClosed, EngineError, RequestError
 from dovetail.exec.pending import PendingStep, StepExecutor
 from dovetail.sched.scheduler import Scheduler
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close, Message
@@ -68,10 +69,13 @@ class EngineLoop:
         if plan is not None:
             self.inflight.append(self.executor.submit(plan))
         if len(self.inflight) > self.depth or (plan is None and self.inflight):
-            pending = self.inflight.popleft()
-            self.outbox.put(self.scheduler.commit(pending.plan, pending.result()))
+            self._commit_oldest()
 
-    def apply(self, message: Message) -> None:
+    def _commit_oldest(self) -> None:
+        pending = self.inflight.popleft()
+        self.outbox.put(self.scheduler.commit(pending.plan, pending.result()))
+
+    def apply(self, message: Message | Refit) -> None:
         """Let one message take effect, between two steps."""
         match message:
             case Admit(request):
@@ -82,6 +86,37 @@ class EngineLoop:
                 self.outbox.put(self.scheduler.abort(request_id))
             case AbortGroup(group):
                 self.outbox.put(self.scheduler.abort_group(group))
+            case Refit():
+                self._refit(message)
             case Close():
                 self.is_closing = True
                 self.outbox.put(self.scheduler.abort_all())
+
+    def _refit(self, message: Refit) -> None:
+        """Change weights between two steps; who runs goes on under the new ones, from its tokens.
+
+        What was computed of them is given up, so nothing is ever computed of two versions.
+        """
+        epoch = self.scheduler.epoch
+        version = epoch + 1 if message.version is None else message.version
+        if version <= epoch:
+            message.done.set_exception(
+                RequestError(
+                    "version", f"is {version}, and {epoch} is served; give a larger one, or none"
+                )
+            )
+            return
+        self._drain()
+        self.executor.update(message.install)
+        self.scheduler.begin_epoch(version)
+        message.done.set_result(version)
+
+    def _drain(self) -> None:
+        """Commit what is in flight, then let everybody's memory go, rows that are due first."""
+        while self.inflight:
+            self._commit_oldest()
+        self.scheduler.retract_all()
+        while (plan := self.scheduler.plan_leaving()) is not None:
+            self.turned_at = time.monotonic()
+            self.inflight.append(self.executor.submit(plan))
+            self._commit_oldest()

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from dovetail.core.control import Refit
 from dovetail.errors import CapacityError, EngineClosed, EngineError, RequestError
 from dovetail.wire.control import Message
 from dovetail.wire.result import TokenEvent
@@ -26,15 +27,15 @@ class Inbox:
     """Messages to the loop, in arrival order. Any thread may put."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message | Refit] = queue.SimpleQueue()
 
-    def put(self, message: Message) -> None:
+    def put(self, message: Message | Refit) -> None:
         """Queue a message."""
         self._messages.put(message)
 
-    def take(self, *, wait: bool) -> list[Message]:
+    def take(self, *, wait: bool) -> list[Message | Refit]:
         """Return all messages that are there; with ``wait``, wait a bounded time for the first."""
-        messages: list[Message] = []
+        messages: list[Message | Refit] = []
         try:
             if wait:
                 messages.append(self._messages.get(timeout=IDLE_WAIT_SECONDS))

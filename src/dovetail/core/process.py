@@ -24,7 +24,7 @@ from dovetail.config.schema import EngineConfig, EngineOptions
 from dovetail.core.link import Link
 from dovetail.core.mailbox import Deliver, Outbox
 from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, Progress, health_of
-from dovetail.errors import ConfigError, EngineClosed, InvariantError
+from dovetail.errors import ConfigError, EngineClosed, InvariantError, RequestError
 from dovetail.wire.codec import FROM_ENGINE, TO_ENGINE
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close
 from dovetail.wire.process import (
@@ -108,6 +108,15 @@ class RemoteEngine:
     def send(self, message: Abort | AbortGroup) -> None:
         """Pass a message to the loop."""
         self._link.send(TO_ENGINE.encode(message))
+
+    def refit(self, named_tensors: object, *, version: int | None = None) -> int:
+        """Refuse: tensors do not cross to another process yet."""
+        del named_tensors, version
+        raise RequestError(
+            "refit",
+            "an engine in a process of its own takes no new weights yet; use dovetail.Engine, "
+            "which runs in this one",
+        )
 
     def stats(self) -> EngineStats:
         """Return the counts of the last heartbeat, which are half a second old or less."""

@@ -7,6 +7,7 @@ it if the plan asks for more than tokens. Must not know what a device's memory l
 like: that is the business of its ``Runner``.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -100,6 +101,11 @@ class Executor:
             self._download(payload, layout.num_bytes)
         copied = copy.record()
         return PendingStep(plan, partial(self._collect, plan, copied, result, payload, layout))
+
+    def update(self, work: Callable[[], None]) -> None:
+        """Change the model's parameters on the compute lane; see ``StepExecutor``."""
+        self._device.compute.submit(work)
+        self._device.compute.record().wait()
 
     def close(self) -> None:
         """End the device's lanes."""

@@ -45,6 +45,10 @@ class FakeExecutor:
         self._status = status
         self._slots = [_Slot() for _ in range(num_slots)]
 
+    def update(self, work: Callable[[], None]) -> None:
+        """Run the work; a script has no weights."""
+        work()
+
     def submit(self, plan: StepPlan) -> PendingStep:
         """Run the plan at once and keep its result until it is asked for."""
         for slot, generation in zip(

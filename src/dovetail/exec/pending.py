@@ -39,6 +39,10 @@ class StepExecutor(Protocol):
         """Start a plan; never waits for its forward."""
         ...
 
+    def update(self, work: Callable[[], None]) -> None:
+        """Run work that writes the model's parameters, with no step in flight; waits for it."""
+        ...
+
     def close(self) -> None:
         """Let go of the device."""
         ...

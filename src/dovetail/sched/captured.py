@@ -126,6 +126,11 @@ class CapturedColumns:
         """True if rows have been recorded that no event has had."""
         return self._emitted < self.recorded
 
+    @property
+    def has_left(self) -> bool:
+        """True once an event has had rows."""
+        return self._emitted > self.start
+
     def news(self, *, is_last: bool) -> dict[str, CapturedRows]:
         """Return the rows recorded since the last call; with the last ones, all spans."""
         first, self._emitted = self._emitted, self.recorded

@@ -10,6 +10,7 @@ in line, so the first always gets on and everybody ends.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from dovetail.cache.ledger import KVLedger
 from dovetail.config.payload import sample_score_bytes
@@ -19,16 +20,16 @@ from dovetail.sched.admission import LengthEstimate, PrefixHolds
 from dovetail.sched.builder import PlanBuilder
 from dovetail.sched.captured import Rows
 from dovetail.sched.events import last_event_of, news_of
-from dovetail.sched.finish import ABORTED, LENGTH, finish_after
+from dovetail.sched.finish import ABORTED, LENGTH, failure_of, finish_after
+from dovetail.sched.open import OpenRequests
 from dovetail.sched.plan import MAX_BIASES, RowStatus, StepPlan, StepResult, TokenScores
 from dovetail.sched.policy import WINDOW, ordered, rank
 from dovetail.sched.queues import RankedQueue
 from dovetail.sched.sequence import Sequence, SequenceState
 from dovetail.sched.slots import SlotTable
-from dovetail.sched.stop import StopMatcher
+from dovetail.sched.stop import stop_matcher
 from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason, TokenEvent
-from dovetail.wire.validate import MAX_MASK_IDS
 
 RETRY_STEPS = 16
 """Steps until memory that was short is asked for again if none is given back: those that run come
@@ -36,12 +37,6 @@ nearer to their ends."""
 
 _OK = int(RowStatus.OK)  # comparing with a plain int is faster, and every row does it
 _RUNNING = SequenceState.RUNNING
-_STATUS_MESSAGES = {
-    RowStatus.NON_FINITE: "the model produced logits that are not finite",
-    RowStatus.EMPTY_SUPPORT: "no token was left to sample from",
-    RowStatus.LARGE_SUPPORT: f"the sampling mask of a token has more than {MAX_MASK_IDS} ids; "
-    f"lower top_k (to {MAX_MASK_IDS} at most) or top_p",
-}
 
 
 class Scheduler:
@@ -64,16 +59,14 @@ class Scheduler:
         self._config = config
         self._columns = config.columns
         self._ledger = ledger
-        self._token_bytes = token_bytes
-        self._special_ids = special_ids
+        self._stop_matcher = partial(stop_matcher, token_bytes, special_ids)
         self._eos_token_ids = frozenset(config.model.eos_token_ids)
         self._slots = SlotTable(config.max_running)
         self._waiting = RankedQueue()
         self._running = RankedQueue()
         self._leaving: dict[Sequence, None] = {}
         self._reading: dict[Sequence, None] = {}  # running, with rows that are to leave now
-        self._open: dict[int, list[Sequence]] = {}
-        self._groups: dict[str, set[int]] = {}
+        self._open = OpenRequests()
         self._holds = PrefixHolds(config)
         self._lengths = LengthEstimate()
         self._retry_at = 0  # step at which memory is asked for again after it was short
@@ -101,9 +94,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a validated request: one sequence for each of its ``n`` generations."""
-        if request.request_id in self._open:
-            raise InvariantError(f"request id {request.request_id} is used twice")
-        sequences = self._open[request.request_id] = []
+        sequences: list[Sequence] = []
         for sample_index in range(request.sampling.n):
             sequence = Sequence(
                 request,
@@ -112,30 +103,26 @@ class Scheduler:
                     self._config.policy, priority=request.priority, arrival=self._num_arrivals
                 ),
                 eos_token_ids=self._eos_token_ids,
-                stop_matcher=self._stop_matcher(request),
+                stop_matcher=self._stop_matcher(request.sampling),
                 columns=self._columns,
             )
             self._num_arrivals += 1
             sequences.append(sequence)
             self._waiting.add(sequence)
-        if request.group is not None:
-            self._groups.setdefault(request.group, set()).add(request.request_id)
+        self._open.add(request, sequences)
         self._retry_at = 0  # the newcomer may be smaller, or first in line
 
     def abort(self, request_id: int) -> list[TokenEvent]:
         """End a request now, wherever it is. Unknown and ended ids are no news."""
-        return self._finish_open(list(self._open.get(request_id, ())), ABORTED)
+        return self._finish_open(self._open.of_request(request_id), ABORTED)
 
     def abort_group(self, group: str) -> list[TokenEvent]:
         """End all open requests with this group label."""
-        events: list[TokenEvent] = []
-        for request_id in sorted(self._groups.get(group, ())):
-            events += self.abort(request_id)
-        return events
+        return self._finish_open(self._open.of_group(group), ABORTED)
 
     def abort_all(self, reason: FinishReason = ABORTED) -> list[TokenEvent]:
         """End every request that is open."""
-        return self._finish_open([s for group in self._open.values() for s in group], reason)
+        return self._finish_open(self._open.sequences(), reason)
 
     def _finish_open(self, sequences: list[Sequence], reason: FinishReason) -> list[TokenEvent]:
         events: list[TokenEvent] = []
@@ -144,28 +131,33 @@ class Scheduler:
                 events += self._decide_finish(sequence, reason)
         return events
 
-    def _stop_matcher(self, request: Request) -> StopMatcher | None:
-        stops = request.sampling.stop_strings
-        if not stops:
-            return None
-        hidden = self._special_ids if request.sampling.skip_special_tokens else frozenset[int]()
-        return StopMatcher(lambda i: b"" if i in hidden else self._token_bytes(i), stops)
-
     # -- planning ------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if nothing can be forwarded now."""
+        builder = self._builder()
+        prefilling = self._plan_decodes(builder)
+        self._plan_readouts(builder)  # also of those that a decode row has retracted
+        budget = self._plan_chunks(builder, prefilling, self._config.chunk_size)
+        self._admit(builder, budget)
+        return self._built(builder)
+
+    def plan_leaving(self) -> StepPlan | None:
+        """Return a step that forwards nothing: what is to be read before memory goes, or None."""
+        builder = self._builder()
+        self._plan_readouts(builder)
+        return self._built(builder)
+
+    def _builder(self) -> PlanBuilder:
         config = self._config
-        builder = PlanBuilder(
+        return PlanBuilder(
             page_size=config.page_size,
             max_page_writes=config.max_pages_per_sequence + config.max_running,
             max_token_writes=2 * MAX_BIASES,
             max_payload_bytes=config.max_payload_bytes - sample_score_bytes(config.max_running),
         )
-        prefilling = self._plan_decodes(builder)
-        self._plan_readouts(builder)  # also of those that a decode row has retracted
-        budget = self._plan_chunks(builder, prefilling, config.chunk_size)
-        self._admit(builder, budget)
+
+    def _built(self, builder: PlanBuilder) -> StepPlan | None:
         if builder.is_empty:
             return None
         plan = builder.build(step_id=self._num_steps, epoch=self.epoch)
@@ -322,6 +314,15 @@ class Scheduler:
         if sequence is None:
             return None
         self._lengths.observe_retraction()
+        self._retract(sequence)
+        return sequence
+
+    def retract_all(self) -> None:
+        """Take everybody's memory; whoever waits for a read-out keeps it until that is done."""
+        for sequence in list(self._running):
+            self._retract(sequence)
+
+    def _retract(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._reading.pop(sequence, None)
         self._holds.remove(sequence)
@@ -331,7 +332,16 @@ class Scheduler:
             self._requeue(sequence)
         else:
             self._leaving[sequence] = None
-        return sequence
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Serve under new weights, which nothing that was computed before is of."""
+        if self._leaving or len(self._running):
+            raise InvariantError("weights change while sequences have memory")
+        self._ledger.flush()
+        self.epoch = epoch
+        for sequence in self._open.sequences():
+            sequence.begin_again()
+        self._retry_at = 0
 
     def _requeue(self, sequence: Sequence) -> None:
         self._give_up_memory(sequence)
@@ -437,7 +447,7 @@ class Scheduler:
             if sequence.computed_len >= sequence.read_at and sequence.state is _RUNNING:
                 self._reading[sequence] = None
         if status != _OK:  # whatever made it so is not shared
-            return FinishReason(type="error", message=_STATUS_MESSAGES[RowStatus(status)])
+            return failure_of(RowStatus(status))
         if sequence.computed_len >= sequence.publish_at:
             self._publish(sequence)
         if sequence.computed_len == sequence.prefill_len:
@@ -485,14 +495,5 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> TokenEvent:
         sequence.state = SequenceState.FINISHED
-        request = sequence.request
-        siblings = self._open[request.request_id]
-        siblings.remove(sequence)
-        if not siblings:
-            del self._open[request.request_id]
-            if request.group is not None:
-                members = self._groups[request.group]
-                members.remove(request.request_id)
-                if not members:
-                    del self._groups[request.group]
+        self._open.remove(sequence)
         return last_event_of(sequence)

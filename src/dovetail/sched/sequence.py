@@ -166,9 +166,7 @@ class Sequence:
             self.captured = CapturedColumns(specs, start=request.capture.start_len)
         self.read_at = NO_LIMIT
         self.cached_len = 0
-        start = request.logprobs.logprob_start_len
-        # The token at position 0 has nothing before it, so it has no probability.
-        self.scored = self.planned_score = self.prompt_len if start < 0 else max(start, 1)
+        self.scored = self.planned_score = _first_score(request)
         self.prompt_scores: list[TokenScores] = []
         self.num_emitted = 0
         self.num_retractions = 0
@@ -262,6 +260,19 @@ class Sequence:
         interval = self.request.capture.interval
         return max(captured.recorded, captured.planned) + interval if interval else NO_LIMIT
 
+    def begin_again(self) -> None:
+        """Under new weights, forget the old ones' view of the prompt, unless it has been used.
+
+        Once a token was sampled it is what that token came from, and once it was told it is told.
+        """
+        captured = self.captured
+        if self.record or (captured is not None and captured.has_left):
+            return
+        self.scored = self.planned_score = _first_score(self.request)
+        self.prompt_scores = []
+        if captured is not None:
+            self.captured = CapturedColumns(captured.specs, start=captured.start)
+
     def forget_memory(self) -> None:
         """Go back to the state before any forward; the record stays."""
         self.slot = self.generation = -1
@@ -271,6 +282,12 @@ class Sequence:
         self.planned_score = self.scored
         if self.captured is not None:
             self.captured.forget_memory()
+
+
+def _first_score(request: Request) -> int:
+    start = request.logprobs.logprob_start_len
+    # The token at position 0 has nothing before it, so it has no probability.
+    return len(request.prompt_token_ids) if start < 0 else max(start, 1)
 
 
 def _end_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:

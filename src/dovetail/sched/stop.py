@@ -8,6 +8,7 @@ same function. Ids and lengths that end a generation are checked elsewhere.
 from collections.abc import Callable
 
 from dovetail.text.stream import find_stop
+from dovetail.wire.request import SamplingParams
 
 
 class StopMatcher:
@@ -42,3 +43,22 @@ class StopMatcher:
         data = self._tail + chunk
         self._tail = data[max(0, len(data) - self._tail_len) :]
         return None if match is None else self._strings[match.stop_index]
+
+
+def stop_matcher(
+    token_bytes: Callable[[int], bytes],
+    special_ids: frozenset[int],
+    sampling: SamplingParams,
+) -> StopMatcher | None:
+    """Return what watches a sequence for its stop strings, or None if it has none.
+
+    Args:
+        token_bytes: of every token, special or not.
+        special_ids: those that say nothing in a request that skips them.
+        sampling: the request's.
+    """
+    stops = sampling.stop_strings
+    if not stops:
+        return None
+    hidden = special_ids if sampling.skip_special_tokens else frozenset[int]()
+    return StopMatcher(lambda i: b"" if i in hidden else token_bytes(i), stops)

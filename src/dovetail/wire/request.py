@@ -149,7 +149,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         prompt_token_ids: at least one id, each in ``[0, vocab_size)``.
         sampling: validated; ``max_new_tokens`` is a number here.
         seed: the 64-bit seed of this request's noise.
-        namespace: opaque prefix-cache namespace (weights epoch, adapter, salt);
+        namespace: opaque prefix-cache namespace (adapter, salt);
             prefixes are shared only inside one namespace.
         logprobs: see ``LogprobParams``; validated.
         group: label for aborting several requests together.
