@@ -1,0 +1,1 @@
+"""What the examples of routing replay share: a task, a toy model, and a trainer."""
