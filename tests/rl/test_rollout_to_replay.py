@@ -1,0 +1,235 @@
+"""From the engine's rollout to a trainer's replay and back, end to end on the toy of the examples."""
+
+import json
+from pathlib import Path
+
+import grpo_r3
+import pytest
+import r3_mismatch
+import torch
+from r3 import arithmetic, summary
+from r3.rollout import make_noisy, rounded, sample
+from r3.trainer import Batch, load_trainer
+from rich.console import Console
+from rich.progress import Progress
+
+import dovetail
+from dovetail.replay.mismatch import measure_mismatch
+from dovetail.replay.session import ReplaySession
+
+TOY = r3_mismatch.FOLDER
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return load_trainer(TOY)
+
+
+@pytest.fixture(scope="module")
+def session(trainer):
+    return ReplaySession(trainer)
+
+
+def open_engine(dtype: str = "float32") -> dovetail.Engine:
+    return dovetail.Engine(TOY, dtype=dtype, capture=("experts",))
+
+
+def measured(samples, trainer, session):
+    """Return (k3 with live routers, k3 replayed), and the batch."""
+    batch = Batch(samples)
+    with torch.no_grad():
+        live = batch.logprobs(trainer)
+    replayed, _ = batch.replayed(trainer, session)
+    counts = batch.counts > 0
+    off, on = (
+        measure_mismatch(logprobs[counts], batch.rollout[counts], num_resamples=2).k3
+        for logprobs in (live, replayed)
+    )
+    return off, on, batch
+
+
+def test_same_numbers_mismatch_by_rounding_alone(trainer, session):
+    with open_engine() as engine:
+        samples = sample(engine, range(1200, 1230), per_problem=4, seed=1)
+    off, on, batch = measured(samples, trainer, session)
+    assert batch.counts.sum() == sum(len(s.output) for s in samples) > 400
+    assert off < 1e-9 and on < 1e-9
+
+
+def test_the_tokens_are_those_of_the_trainers_distribution(trainer):
+    """Replay or not: logprobs of float32 agree token by token, not on average alone."""
+    with open_engine() as engine:
+        samples = sample(engine, range(40, 60), per_problem=2, seed=2)
+    batch = Batch(samples)
+    with torch.no_grad():
+        live = batch.logprobs(trainer)
+    for row, one in enumerate(samples):
+        at = slice(len(one.prompt) - 1, len(one.tokens) - 1)
+        assert batch.counts[row].sum() == len(one.output)
+        assert torch.allclose(live[row, at], torch.tensor(one.logprobs), atol=1e-4)
+
+
+def test_replay_removes_noise_in_the_choice_and_nothing_else_was_noisy(trainer, session):
+    with open_engine() as engine:
+        make_noisy(engine, 0.1)
+        samples = sample(engine, range(3000, 3060), per_problem=2, seed=3)
+    off, on, batch = measured(samples, trainer, session)
+    assert off > 1e-4 and on < 1e-5 * off
+    wrong = r3_mismatch._rolled(batch, 1)
+    shifted, _ = batch.replayed(trainer, session, wrong)
+    counts = batch.counts > 0
+    far = measure_mismatch(shifted[counts], batch.rollout[counts], num_resamples=2).k3
+    assert far > 100 * off, "rows of the wrong tokens make no difference"
+
+
+def test_own_routes_replayed_are_the_same_bits(trainer, session):
+    with open_engine() as engine:
+        batch = Batch(sample(engine, range(7, 27), per_problem=2, seed=4))
+    with torch.no_grad(), session.record() as recording:
+        live = batch.logprobs(trainer)
+    replayed, routing = batch.replayed(trainer, session, recording.routes)
+    assert torch.equal(live, replayed)
+    assert routing.summary()["router_diff"] == 0
+
+
+def test_rounded_weights_are_few_and_near(trainer):
+    for bits, most in ((8, 2**8 - 1), (4, 2**4 - 1)):
+        seen = dict(rounded(trainer.named_parameters(), bits))
+        for name, weight in trainer.named_parameters():
+            if "gate.weight" in name or "norm" in name or "embed" in name or "lm_head" in name:
+                assert seen[name] is weight
+        weight = dict(trainer.named_parameters())["model.layers.3.mlp.experts.down_proj"][5, 7]
+        row = seen["model.layers.3.mlp.experts.down_proj"][5, 7]
+        assert len(row.unique()) <= most
+        assert (row - weight).abs().max() <= weight.abs().max() / (most - 1) * 1.001
+
+
+# -- the scripts --------------------------------------------------------------------------------
+
+
+def test_the_ladder_runs_and_judges(tmp_path, monkeypatch, capsys):
+    report = tmp_path / "report.json"
+    words = ["--tokens", "400", "--arms", "bf16", "int8", "noise 0.1", "--report", str(report)]
+    monkeypatch.setattr("sys.argv", ["r3_mismatch.py", *words])
+    assert r3_mismatch.main() == 0
+    told = json.loads(report.read_text())
+    assert told["arms"]["bf16"]["off"]["num_tokens"] >= 400
+    verdicts = {(one["level"], one["what"]): one["passed"] for one in told["levels"]}
+    assert verdicts["R0", "experts that ran are those recorded"] is True
+    assert verdicts["R0", "own routes replayed: same bits"] is True
+    assert verdicts["R0", "noise 0.1: k3 on / off"] is True
+    assert [passed for (level, _), passed in verdicts.items() if level != "R0"] == [None] * 6
+    assert "too few tokens" in capsys.readouterr().out
+
+
+def test_training_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
+    """Two steps of two arms; a second call runs the seed that is new, and nothing again."""
+    results = tmp_path / "results.jsonl"
+
+    def call(*seeds: str) -> list[dict]:
+        words = ["--steps", "2", "--results", str(results), "--seeds", *seeds]
+        monkeypatch.setattr("sys.argv", ["grpo_r3.py", *words])
+        grpo_r3.main()
+        return [json.loads(line) for line in results.read_text().splitlines()]
+
+    first = call("5")
+    assert [(one["seed"], one["arm"]) for one in first] == [(5, "on"), (5, "off")]
+    on, off = (one["series"] for one in first)
+    # The same rollout of the same weights: the arms are paired until the first update.
+    assert on["reward"][0] == off["reward"][0] and on["num_tokens"][0] == off["num_tokens"][0]
+    assert on["reward"][1] != off["reward"][1], "nothing was learnt, or nothing was handed over"
+    assert all(norm > 0 for norm in (*on["grad_norm"], *off["grad_norm"]))
+    before = results.read_text()
+    call("5")
+    assert results.read_text() == before
+    assert [one["seed"] for one in call("5", "6")] == [5, 5, 6, 6]
+    assert "2 paired seeds; three are needed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arm", ["on+tis", "frozen"])
+def test_other_arms_train(arm, tmp_path):
+    setting = grpo_r3.Setting(TOY, steps=1, rollout="int4", mini_steps=4)
+    with Progress(console=Console(quiet=True)) as progress:
+        one = grpo_r3.run(setting, arm, 0, progress)
+    assert one["series"]["grad_norm"][0] > 0 and one["series"]["num_tokens"][0] > 300
+
+
+def test_a_frozen_router_does_not_move_and_others_do(trainer):
+    setting = grpo_r3.Setting(TOY, steps=1, rollout="fp32", mini_steps=2)
+    with open_engine() as engine:
+        numbers = range(100, 100 + grpo_r3.PROBLEMS)
+        samples = sample(engine, numbers, per_problem=grpo_r3.PER_PROBLEM, seed=1)
+    before = {name: weight.clone() for name, weight in trainer.named_parameters()}
+    for arm, is_moved in (("frozen", False), ("on", True)):
+        learner = grpo_r3.Trainer(setting, grpo_r3.ARMS[arm])
+        learner.learn(samples)
+        moved = {
+            name: not torch.equal(weight, before[name])
+            for name, weight in learner.model.named_parameters()
+        }
+        assert moved["model.layers.4.mlp.gate.weight"] is is_moved
+        assert moved["model.layers.4.self_attn.q_proj.weight"]
+
+
+# -- pure functions -----------------------------------------------------------------------------
+
+
+def test_answers_and_rewards():
+    prompt, answer = arithmetic.problem(4785)
+    assert "".join(arithmetic.CHARACTERS[i] for i in prompt + answer) == "47+85=231."
+    assert arithmetic.reward(answer, answer) == 1.0
+    assert arithmetic.reward(answer[:3], answer) == 0.5 * 3 / 4
+    assert arithmetic.reward([*answer[:2], 11, answer[3]], answer) == 0.5 * 3 / 4
+    assert arithmetic.reward([], answer) == 0.0
+
+
+def series(k3: float, extreme: int, largest: float, reward: list[float]) -> dict:
+    steps = len(reward)
+    return {
+        "k3": [k3] * steps,
+        "num_extreme": [extreme] * steps,
+        "num_tokens": [1000] * steps,
+        "max_abs": [largest] * steps,
+        "grad_norm": [1.0] * (steps - 1) + [11.0],
+        "reward": reward,
+        "train_s": [0.1] * steps,
+    }
+
+
+def runs(on: tuple, off: tuple, seeds: int = 3) -> list[dict]:
+    reward = [0.5] * 40
+    return [
+        {"arm": arm, "seed": seed, "series": series(*values, reward)}
+        for seed in range(seeds)
+        for arm, values in (("on", on), ("off", off))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "seeds", "want"),
+    [
+        ((4e-4, 0, 0.5), (1e-3, 1, 2.0), 3, True),
+        ((4e-4, 0, 0.5), (1e-3, 1, 2.0), 2, False),
+        ((6e-4, 0, 0.5), (1e-3, 1, 2.0), 3, False),
+        ((4e-4, 1, 0.5), (1e-3, 1, 2.0), 3, False),
+        ((4e-4, 0, 2.0), (1e-3, 1, 2.0), 3, False),
+        ((4e-4, 0, 0.5), (1e-3, 0, 2.0), 3, False),
+    ],
+)
+def test_the_level_of_training(on, off, seeds, want):
+    pairs = summary.paired(runs(on, off, seeds), "on", "off")
+    passed, words = summary.judge_stays_low(pairs)
+    assert passed is want, words
+    assert pairs[0][0].num_spikes == 1
+
+
+def test_a_collapse_is_twenty_low_steps_after_a_better_time():
+    assert summary.collapsed_at([0.2, *[0.5] * 10, *[0.2] * 20]) == 11
+    assert summary.collapsed_at([0.2, *[0.5] * 10, *[0.2] * 19, 0.3]) is None
+    assert summary.collapsed_at([*[0.2] * 30, *[0.5] * 5]) is None
+
+
+def test_the_toy_is_small_and_described():
+    sizes = {path.name: path.stat().st_size for path in Path(TOY).iterdir()}
+    assert sizes["model.safetensors"] < 9_000_000
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= sizes.keys()
