@@ -116,12 +116,19 @@ class ReplaySession:
 # -- what both contexts count ----------------------------------------------------------------
 
 
-class _Calls:
-    """How often each router ran in a forward, and which backwards are still to come."""
+class RouterCalls:
+    """How often each router ran, and which backwards are still to come.
+
+    Attributes:
+        num_forwards: calls of each router in forwards.
+        num_recomputes: in backwards, of parts that are checkpointed.
+        num_owed: calls in a forward with gradients that no backward has passed yet.
+    """
 
     def __init__(self, num_routers: int) -> None:
         self.num_forwards = [0] * num_routers
-        self.num_owed = [0] * num_routers  # calls with a gradient that no backward has passed
+        self.num_recomputes = [0] * num_routers
+        self.num_owed = [0] * num_routers
 
     def expect_whole(self, routers: tuple[Router, ...]) -> None:
         """Raise ReplayError unless all routers ran equally often, at least once."""
@@ -153,7 +160,7 @@ class _Calls:
 class _Context(Protocol):
     """What a wrapped router calls."""
 
-    calls: _Calls
+    calls: RouterCalls
 
     def chooser(self, place: int, router: Router, *, is_recomputing: bool) -> Chooser:
         """Return who chooses in this call of the router at ``place``."""
@@ -207,13 +214,13 @@ def _wrapped(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         # Autograd runs a checkpointed part again while it works on a graph.
         is_recomputing = torch._C._current_graph_task_id() != -1  # pyright: ignore
+        counts = calls.num_recomputes if is_recomputing else calls.num_forwards
+        counts[place] += 1  # now: a recomputation may end within the router, once it has enough
         chooser = context.chooser(place, router, is_recomputing=is_recomputing)
         with RouterCall(router.selection, chooser) as call:
             output = forward(*args, **kwargs)
         expect_one_selection(call, router.name)
         is_checkpointed = with_grad.is_on and not torch.is_grad_enabled()
-        if not is_recomputing:
-            calls.num_forwards[place] += 1
         _await_backward(output, calls, place, is_owed=not is_recomputing, always=is_checkpointed)
         return output
 
@@ -229,7 +236,9 @@ def _wrapped(
             module.forward = own
 
 
-def _await_backward(output: Any, calls: _Calls, place: int, *, is_owed: bool, always: bool) -> None:
+def _await_backward(
+    output: Any, calls: RouterCalls, place: int, *, is_owed: bool, always: bool
+) -> None:
     """Count a backward as owed until it passes one of the router's outputs."""
     outputs = cast(tuple[Any, ...], output if isinstance(output, tuple) else (output,))
     passed = [False]
@@ -265,7 +274,7 @@ class Recording:
     """What routers selected; see ``ReplaySession.record``."""
 
     def __init__(self, session: ReplaySession) -> None:
-        self.calls = _Calls(len(session.routers))
+        self.calls = RouterCalls(len(session.routers))
         self._session = session
         self._rows: list[list[Tensor]] = [[] for _ in session.routers]
 
@@ -308,7 +317,7 @@ class Replay:
     """A replay under way; see ``ReplaySession.replay``."""
 
     def __init__(self, session: ReplaySession, routes: RouteBatch) -> None:
-        self.calls = _Calls(len(session.routers))
+        self.calls = RouterCalls(len(session.routers))
         self.routes = routes
         self._session = session
         self._ids_LNK = routes.ids_NLK.transpose(0, 1).contiguous()
