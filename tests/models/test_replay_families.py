@@ -1,14 +1,12 @@
 """Replay in the families of transformers: own routes change no bit, foreign ones are used."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dovetail.replay.packing import RouteBatch, route_dtype
 from dovetail.replay.session import ReplaySession
 from tests.support.moe_families import FAMILIES, VOCAB, tiny_model, watched_experts
+from tests.support.replay import assert_same, next_token_loss, outcome, random_routes
 
 # One of each recipe: renormalised softmax; logits, then softmax; sigmoid with bias and groups;
 # softmax with groups and masked scores; an argument of forward as bias; scattered to dense; two
@@ -38,47 +36,6 @@ def some_ids(num_rows: int = 2, num_tokens: int = 6) -> Tensor:
     return torch.randint(3, VOCAB, (num_rows, num_tokens), generator=generator)
 
 
-def foreign_routes(
-    session: ReplaySession, num_tokens: int, num_real: int | None = None
-) -> RouteBatch:
-    """Random legal ids in each row."""
-    generator = torch.Generator().manual_seed(6)
-    shape = (num_tokens, len(session.layer_ids), session.num_experts)
-    order = torch.rand(shape, generator=generator).argsort(-1)[..., : session.num_experts_per_tok]
-    return RouteBatch(
-        order.to(route_dtype(session.num_experts)),
-        torch.ones(num_tokens, dtype=torch.bool),
-        session.layer_ids,
-        session.num_experts,
-    )
-
-
-def loss_of(model: nn.Module, input_ids: Tensor) -> Tensor:
-    logits = model(input_ids=input_ids, use_cache=False).logits.float()
-    labels = input_ids.roll(-1, 1)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def loss_and_grads(
-    model: nn.Module, loss: Callable[[], Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    value = loss()
-    value.backward()
-    grads = {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    return value.detach(), grads
-
-
-def assert_same(a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[str, Tensor]]) -> None:
-    assert torch.equal(a[0], b[0])
-    assert a[1].keys() == b[1].keys()
-    assert [name for name in a[1] if not torch.equal(a[1][name], b[1][name])] == []
-
-
 def router_grads(
     session: ReplaySession, model: nn.Module, grads: dict[str, Tensor]
 ) -> dict[str, float]:
@@ -106,10 +63,10 @@ def test_own_routes_change_no_bit(name):
     session = ReplaySession(model)
     ids = some_ids()
     with session.record() as recording:
-        native = loss_and_grads(model, lambda: loss_of(model, ids))
+        native = outcome(model, lambda: next_token_loss(model, ids))
     routes = recording.routes
     with session.replay(routes) as replay:
-        replayed = loss_and_grads(model, lambda: loss_of(model, ids))
+        replayed = outcome(model, lambda: next_token_loss(model, ids))
     assert_same(native, replayed)
     assert replay.report().summary()["router_diff"] == 0
     assert min(router_grads(session, model, native[1]).values()) > 0
@@ -120,17 +77,17 @@ def test_foreign_routes_reach_the_experts_with_weights(name):
     model, family = tiny_model(name), FAMILIES[name]
     session = ReplaySession(model)
     ids = some_ids()
-    routes = foreign_routes(session, ids.numel())
-    native = loss_and_grads(model, lambda: loss_of(model, ids))
+    routes = random_routes(session, ids.numel())
+    native = outcome(model, lambda: next_token_loss(model, ids))
     with session.replay(routes) as replay:
-        replayed = loss_and_grads(model, lambda: loss_of(model, ids))
+        replayed = outcome(model, lambda: next_token_loss(model, ids))
     assert not torch.equal(native[0], replayed[0])
     assert replay.report().summary()["router_diff"] > 0.9
     assert min(router_grads(session, model, replayed[1]).values()) > 0
     if family.hides_experts:
         return
     with watched_experts(model) as seen, session.replay(routes), torch.no_grad():
-        loss_of(model, ids)
+        next_token_loss(model, ids)
     seen = seen[-len(session.routers) :]  # layers that a table routes are before the others
     for place, (used, weights) in enumerate(seen):
         assert torch.equal(used, routes.ids_NLK[:, place].long())
@@ -145,11 +102,11 @@ def test_checkpointing_is_exact(name, mode):
         pytest.skip("transformers has no checkpointing for it")
     session = ReplaySession(model)
     ids = some_ids()
-    routes = foreign_routes(session, ids.numel())
+    routes = random_routes(session, ids.numel())
     with session.replay(routes):
-        plain = loss_and_grads(model, lambda: loss_of(model, ids))
+        plain = outcome(model, lambda: next_token_loss(model, ids))
     checkpointed(model, REENTRANT[mode])
     with session.replay(routes) as replay:
-        again = loss_and_grads(model, lambda: loss_of(model, ids))
+        again = outcome(model, lambda: next_token_loss(model, ids))
     assert_same(plain, again)
     assert replay.calls.num_recomputes == [1] * len(session.routers)

@@ -35,12 +35,14 @@ class Router:
         layer_id: decoder index of its layer. Where layers have several routers (JetMoE), the
             router's place in the order of a forward.
         selection: from how many experts, and groups.
+        around: modules whose ``forward`` runs around it, outermost first.
     """
 
     name: str
     module: nn.Module
     layer_id: int
     selection: Selection
+    around: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,7 @@ def find_routers(model: nn.Module, probe: Callable[[], object] | None = None) ->
     _expect_agreement(found, names)
     _expect_configured(model, found)
     routers = _numbered(found, names)
-    ancestors = _common([sighting.stack[:-1] for sighting, _ in found])
-    return Routers(routers, ancestors)
+    return Routers(routers, _common([router.around for router in routers]))
 
 
 # -- the probe ---------------------------------------------------------------------------------
@@ -165,25 +166,25 @@ def _named(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 def _candidates(
     sightings: Mapping[nn.Module, _Sighting], names: Mapping[nn.Module, str]
 ) -> list[tuple[_Sighting, Selection]]:
-    """Return the modules that may be routers: those that end in a top-k of two axes."""
-    found: list[tuple[_Sighting, Selection]] = []
-    for sighting in sightings.values():
-        two_axes = [(shape[1], k) for shape, k in sighting.calls if len(shape) == 2]
-        if not two_axes or len(sighting.calls[-1][0]) != 2:
-            continue
-        (*earlier, (num_experts, num_selected)) = two_axes
-        groups = [width for width, _ in earlier if width < num_experts and num_experts % width == 0]
-        if len(groups) != len(earlier) or len(groups) > 1:
-            name = names[sighting.stack[-1]]
-            raise ReplayError(
-                f"{name} calls top-k {len(two_axes)} times in one forward, over {two_axes} "
-                "(width, k), which is no choice of groups and then experts"
-            )
-        group = groups[0] if groups else None
-        found.append((sighting, Selection(num_experts, num_selected, group)))
+    """Return the modules that are routers: those whose last top-k is of two axes."""
+    found = [sighting for sighting in sightings.values() if len(sighting.calls[-1][0]) == 2]
     # A module around a router (a balance loss in the model's own forward) is none itself.
-    around = {module for sighting, _ in found for module in sighting.stack[:-1]}
-    return [item for item in found if item[0].stack[-1] not in around]
+    around = {module for sighting in found for module in sighting.stack[:-1]}
+    routers = [sighting for sighting in found if sighting.stack[-1] not in around]
+    return [(router, _selection(router, names[router.stack[-1]])) for router in routers]
+
+
+def _selection(sighting: _Sighting, name: str) -> Selection:
+    """Return what a router selects from: its last top-k, and that of groups before it."""
+    two_axes = [(shape[1], k) for shape, k in sighting.calls if len(shape) == 2]
+    *earlier, (num_experts, num_selected) = two_axes
+    groups = [width for width, _ in earlier if width < num_experts and num_experts % width == 0]
+    if len(groups) != len(earlier) or len(groups) > 1:
+        raise ReplayError(
+            f"{name} calls top-k {len(two_axes)} times in one forward, over {two_axes} "
+            "(width, k), which is no choice of groups and then experts"
+        )
+    return Selection(num_experts, num_selected, groups[0] if groups else None)
 
 
 def _expect_agreement(
@@ -220,7 +221,13 @@ def _numbered(
     if layer_ids != sorted(layer_ids):
         raise ReplayError(f"the routers of the layers {layer_ids} do not run in this order")
     return tuple(
-        Router(names[sighting.stack[-1]], sighting.stack[-1], layer_id, selection)
+        Router(
+            names[sighting.stack[-1]],
+            sighting.stack[-1],
+            layer_id,
+            selection,
+            sighting.stack[:-1],
+        )
         for layer_id, (sighting, selection) in zip(layer_ids, found, strict=True)
     )
 

@@ -256,15 +256,14 @@ def _await_backward(
 
 
 def _refuse_jitter(router: Router) -> None:
-    module = router.module
-    if not module.training:
-        return
-    noisy = [name for name in vars(module) if "jitter" in name and getattr(module, name)]
-    if noisy:
-        raise ReplayError(
-            f"router {router.name} adds noise in training ({noisy[0]} is not 0), so that the "
-            "rollout's choice meets other scores; set it to 0"
-        )
+    for module in (*router.around, router.module):
+        noisy = [name for name in vars(module) if "jitter" in name and getattr(module, name)]
+        if noisy and module.training:
+            raise ReplayError(
+                f"noise is added before router {router.name} in training ({noisy[0]} of its "
+                f"{type(module).__name__} is not 0), so that the rollout's choice would meet other "
+                "scores; set it to 0"
+            )
 
 
 # -- recording -----------------------------------------------------------------------------------
