@@ -1,0 +1,144 @@
+# pyright: strict
+"""Logprobs among the tokens that a draw could have drawn: a sampling mask, replayed.
+
+Owns ``SamplingMask`` and the logprob under it. With truncation (top-k, top-p, min-p) the rollout
+draws from q(a) = p(a) / p(S) for a in its support S. A trainer that compares with p is off by
+log p(S), which compounds over tokens; one that truncates again may cut elsewhere, and the token
+that was sampled can fall outside. So the support is what the sampler used, and only logits within
+it get a gradient. Keep it the same for old, current and rollout logprobs; a KL against a reference
+model is over the whole vocabulary.
+
+Shape legend: R rows, one a sampled token; V vocabulary; Z ids of all rows together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """The supports of some draws, row after row (CSR).
+
+    Attributes:
+        ids_Z: int64, the ids of each row, distinct within it.
+        offsets: int64 [R + 1]; row r has ``ids_Z[offsets[r] : offsets[r + 1]]``. A row without
+            ids was not truncated: its support is the vocabulary.
+
+    Raises:
+        ValueError: the offsets do not ascend from 0 to the number of ids.
+    """
+
+    ids_Z: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        offsets = self.offsets
+        is_whole = (
+            offsets.ndim == 1
+            and len(offsets) > 0
+            and int(offsets[0]) == 0
+            and int(offsets[-1]) == len(self.ids_Z)
+            and bool((offsets[1:] >= offsets[:-1]).all())
+        )
+        if not is_whole:
+            raise ValueError(f"offsets must ascend from 0 to {len(self.ids_Z)}, the number of ids")
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Sequence[int]]) -> "SamplingMask":
+        """Return the masks of an engine's reply, one list of ids a token, as one."""
+        lengths = [0, *(len(row) for row in rows)]
+        flat = [token for row in rows for token in row]
+        return cls(
+            torch.tensor(flat, dtype=torch.int64),
+            torch.tensor(lengths).cumsum(0),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Draws (R)."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """Ids of each row, int64 [R]; 0 is the whole vocabulary."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def select(self, rows: Tensor) -> "SamplingMask":
+        """Return the masks of other rows, int64 [any], in their order; -1 is a row without ids."""
+        rows = rows.to(self.offsets.device)
+        starts = self.offsets[:-1][rows.clamp(min=0)] if self.num_rows else torch.zeros_like(rows)
+        lengths = self.lengths[rows.clamp(min=0)] if self.num_rows else torch.zeros_like(rows)
+        lengths = lengths.masked_fill(rows < 0, 0)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        within = torch.arange(int(offsets[-1]), device=rows.device)
+        at = within - offsets[:-1].repeat_interleave(lengths) + starts.repeat_interleave(lengths)
+        return SamplingMask(self.ids_Z[at], offsets)
+
+    def to(self, device: torch.device | str) -> "SamplingMask":
+        """Return the same on another device."""
+        return SamplingMask(self.ids_Z.to(device), self.offsets.to(device))
+
+
+def masked_logprobs(
+    logits_RV: Tensor, targets_R: Tensor, mask: SamplingMask, *, temperature: float = 1.0
+) -> Tensor:
+    """Return the logprob of each target among its support, float32 [R], differentiable.
+
+    Args:
+        logits_RV: any floating dtype; computed in float32.
+        targets_R: int64, the sampled tokens.
+        mask: of these rows.
+        temperature: that the rollout sampled at, above 0.
+
+    Raises:
+        ValueError: numbers of rows differ, an id is not in the vocabulary, or a target is outside
+            of its support, which no draw can be.
+    """
+    num_rows, vocab_size = logits_RV.shape
+    if mask.num_rows != num_rows or len(targets_R) != num_rows:
+        raise ValueError(
+            f"{num_rows} rows of logits, {len(targets_R)} targets, a mask of {mask.num_rows}"
+        )
+    if len(mask.ids_Z) and int(mask.ids_Z.max()) >= vocab_size:
+        raise ValueError(f"the mask has id {int(mask.ids_Z.max())}; {vocab_size} logits")
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; a greedy draw has a support of one token")
+    lengths = mask.lengths
+    row_Z = torch.arange(num_rows, device=lengths.device).repeat_interleave(lengths)
+    _expect_targets(targets_R, mask, row_Z)
+    total_R = _support_logsumexp(logits_RV, mask.ids_Z, row_Z, lengths, temperature)
+    target = logits_RV.gather(1, targets_R[:, None])[:, 0].float() / temperature
+    return target - total_R
+
+
+def _support_logsumexp(
+    logits_RV: Tensor, ids_Z: Tensor, row_Z: Tensor, lengths_R: Tensor, temperature: float
+) -> Tensor:
+    scaled_Z = logits_RV[row_Z, ids_Z].float() / temperature
+    peak_R = scaled_Z.new_full((len(lengths_R),), -torch.inf)
+    peak_R = peak_R.scatter_reduce(0, row_Z, scaled_Z.detach(), "amax")
+    is_open_R = lengths_R == 0
+    peak_R = peak_R.masked_fill(is_open_R, 0.0)
+    sum_R = torch.zeros_like(peak_R).index_add(0, row_Z, (scaled_Z - peak_R[row_Z]).exp())
+    total_R = sum_R.masked_fill(is_open_R, 1.0).log() + peak_R
+    if bool(is_open_R.any()):
+        rows = torch.nonzero(is_open_R).view(-1)
+        whole = torch.logsumexp(logits_RV[rows].float() / temperature, dim=-1)
+        total_R = total_R.index_copy(0, rows, whole)
+    return total_R
+
+
+def _expect_targets(targets_R: Tensor, mask: SamplingMask, row_Z: Tensor) -> None:
+    found_R = torch.zeros_like(targets_R).index_add(
+        0, row_Z, (mask.ids_Z == targets_R[row_Z]).long()
+    )
+    outside = (found_R == 0) & (mask.lengths > 0)
+    if bool(outside.any()):
+        row = int(torch.nonzero(outside)[0])
+        raise ValueError(
+            f"the token of row {row}, {int(targets_R[row])}, is not in its support: "
+            "the mask is of another draw"
+        )

@@ -1,0 +1,423 @@
+"""``ReplaySession``: what it refuses, what it leaves behind, and that rows follow their tokens."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dovetail.replay.errors import ReplayError
+from dovetail.replay.layout import micro_batches, pack, pad_left, pad_right
+from dovetail.replay.packing import RouteBatch, TokenTable
+from dovetail.replay.session import ReplaySession
+from tests.support.moe_families import VOCAB, tiny_model
+from tests.support.replay import (
+    assert_same,
+    next_token_loss,
+    outcome,
+    random_routes,
+    random_trace,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about its defaults
+
+IDS = torch.tensor([[5, 9, 3, 7, 11, 4], [8, 8, 2, 60, 31, 12]])
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny_model("qwen3_moe")
+
+
+@pytest.fixture
+def session(model) -> ReplaySession:
+    model.gradient_checkpointing_disable()
+    return ReplaySession(model)
+
+
+@pytest.fixture
+def routes(session) -> RouteBatch:
+    return random_routes(session, IDS.numel())
+
+
+def assert_untouched(model: nn.Module) -> None:
+    """Nothing of ours is left; transformers has a hook of its own for checkpointing."""
+    for name, module in model.named_modules():
+        assert "forward" not in vars(module), name
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        assert [hook for hook in hooks if hook.__module__.startswith("dovetail")] == [], name
+
+
+# -- finding routers ---------------------------------------------------------------------------
+
+
+def test_a_session_knows_its_routers_and_leaves_the_model_as_it_was(model):
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    session = ReplaySession(model)
+    assert session.layer_ids == (0, 1, 2)
+    assert (session.num_experts, session.num_experts_per_tok) == (16, 4)
+    assert [router.name for router in session.routers] == [
+        f"model.layers.{layer}.mlp.gate" for layer in range(3)
+    ]
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert_untouched(model)
+    model.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("qwen3", {}, "qwen3 is dense"),
+        ("phimoe", {}, r"phimoe has experts .* without a top-k"),
+        ("zaya", {"num_experts_per_tok": 1}, r"zaya has experts .* without a top-k"),
+    ],
+)
+def test_a_model_without_a_top_k_is_refused_by_name(name, options, message):
+    with pytest.raises(ReplayError, match=message):
+        ReplaySession(tiny_model(name, **options))
+
+
+def test_a_compiled_model_is_refused():
+    model = tiny_model("qwen3_moe")
+    with pytest.raises(ReplayError, match="is compiled"):
+        ReplaySession(torch.compile(model))
+    model.model.layers[0].compile()
+    with pytest.raises(ReplayError, match=r"model\.layers\.0 is compiled"):
+        ReplaySession(model)
+
+
+def test_routers_that_do_not_agree_are_refused():
+    model = tiny_model("qwen3_moe")
+    model.model.layers[1].mlp.gate.top_k = 3
+    with pytest.raises(ReplayError, match=r"layers\.1\.mlp\.gate 3 of 16"):
+        ReplaySession(model)
+    for layer in model.model.layers:
+        layer.mlp.gate.top_k = 3
+    with pytest.raises(ReplayError, match="select 3 experts of a token, the config says 4"):
+        ReplaySession(model)
+
+
+def test_a_balance_loss_is_no_router():
+    model = tiny_model("qwen3_moe", output_router_logits=True)
+    assert ReplaySession(model).layer_ids == (0, 1, 2)
+
+
+def test_noise_on_the_routers_input_is_refused():
+    model = tiny_model("mixtral")
+    session = ReplaySession(model)
+    block = model.model.layers[0].mlp
+    block.jitter_noise = 0.1
+    with (
+        pytest.raises(ReplayError, match=r"noise is added before router model\.layers\.0"),
+        session.replay(random_routes(session, IDS.numel())),
+    ):
+        pass
+    model.eval()
+    with session.replay(random_routes(session, IDS.numel())), torch.no_grad():
+        model(input_ids=IDS)
+
+
+# -- routes of something else ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: (r.ids_NLK[:, :2], (0, 1), 16), r"no rows for the layers \[2\]"),
+        (lambda r: (r.ids_NLK, (0, 1, 7), 16), r"no rows for the layers \[2\]"),
+        (
+            lambda r: (r.ids_NLK[:, [0, 1, 2, 2]], (0, 1, 2, 3), 16),
+            r"layers \[3\], which select no experts",
+        ),
+        (lambda r: (r.ids_NLK, (0, 1, 2), 64), "num_experts is 16, the routes' 64"),
+        (lambda r: (r.ids_NLK[..., :3], (0, 1, 2), 16), "num_experts_per_tok is 4, the routes' 3"),
+    ],
+)
+def test_routes_of_another_model_are_refused(session, routes, change, message):
+    ids, layer_ids, num_experts = change(routes)
+    other = RouteBatch(ids, routes.has_row_N, layer_ids, num_experts)
+    with pytest.raises(ReplayError, match=message), session.replay(other):
+        pass
+
+
+def test_another_number_of_tokens_is_refused(model, session, routes):
+    message = r"layers\.0\.mlp\.gate was given 6 tokens, the routes have 12"
+    with pytest.raises(ReplayError, match=message), session.replay(routes):
+        next_token_loss(model, IDS[:1])
+    assert_untouched(model)
+
+
+# -- forward and backward belong inside --------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_to_leave_before_backward_is_an_error(model, session, routes, checkpointing):
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    message = r"backward has not passed 3 of 3 routers.* inside the context"
+    with pytest.raises(ReplayError, match=message), session.replay(routes):
+        next_token_loss(model, IDS)
+    assert_untouched(model)
+
+
+def test_the_base_model_called_by_itself_is_watched_too(model, session, routes):
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ReplayError, match="backward has not passed"), session.replay(routes):
+        model.model(input_ids=IDS)
+
+
+def test_a_forward_without_gradients_needs_no_backward(model, session, routes):
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with session.replay(routes), torch.no_grad():
+        a = next_token_loss(model, IDS)
+        b = next_token_loss(model, IDS)
+    assert torch.equal(a, b)
+
+
+def test_logprobs_before_and_the_update_may_share_a_context(model, session, routes):
+    with session.replay(routes) as replay:
+        with torch.no_grad():
+            before = next_token_loss(model, IDS)
+        after = outcome(model, lambda: next_token_loss(model, IDS))
+    assert torch.equal(before, after[0])
+    assert replay.calls.num_forwards == [2, 2, 2] and replay.calls.num_owed == [0, 0, 0]
+
+
+def test_frozen_routers_and_frozen_first_layers_may_be_replayed(model, session, routes):
+    for router in session.routers:
+        router.module.requires_grad_(False)
+    with session.replay(routes):
+        outcome(model, lambda: next_token_loss(model, IDS))
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    try:
+        with session.replay(routes):
+            _, grads = outcome(model, lambda: next_token_loss(model, IDS))
+        assert list(grads) == ["lm_head.weight"]
+    finally:
+        model.requires_grad_(True)
+
+
+# -- counters ------------------------------------------------------------------------------------
+
+
+def test_nothing_that_ran_is_an_error(session, routes):
+    for context in (session.replay(routes), session.record()):
+        with pytest.raises(ReplayError, match="no forward"), context:
+            pass
+
+
+def test_a_router_that_is_passed_over_is_an_error(model, session, routes, monkeypatch):
+    block = model.model.layers[1].mlp
+    monkeypatch.setattr(block, "forward", lambda hidden: hidden)
+    message = r"1 of 3 .* first is model\.layers\.1\.mlp\.gate"
+    with pytest.raises(ReplayError, match=message), session.replay(routes), torch.no_grad():
+        next_token_loss(model, IDS)
+
+
+def test_a_fused_router_is_an_error(model, session, routes, monkeypatch):
+    gate = model.model.layers[1].mlp.gate
+
+    def fused(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ids = torch.zeros(len(hidden), 4, dtype=torch.int64)
+        return hidden[:, :16], torch.ones(len(hidden), 4), ids
+
+    monkeypatch.setattr(gate, "forward", fused)
+    message = r"layers\.1\.mlp\.gate selected experts 0 times"
+    with pytest.raises(ReplayError, match=message), session.replay(routes), torch.no_grad():
+        next_token_loss(model, IDS)
+    assert gate.forward is fused
+
+
+def test_two_contexts_on_a_model_are_an_error(model, session, routes):
+    other = ReplaySession(model)
+    with session.replay(routes), torch.no_grad():
+        next_token_loss(model, IDS)
+        for context in (session.record(), other.replay(routes)):
+            with pytest.raises(ReplayError, match="another context is open"), context:
+                pass
+        next_token_loss(model, IDS)  # the outer one still works
+    assert_untouched(model)
+
+
+def test_an_exception_inside_comes_out_and_nothing_stays(model, session, routes):
+    native = outcome(model, lambda: next_token_loss(model, IDS))
+    with pytest.raises(KeyError), session.replay(routes):
+        next_token_loss(model, IDS)
+        raise KeyError
+    assert_untouched(model)
+    assert_same(native, outcome(model, lambda: next_token_loss(model, IDS)))
+
+
+def test_a_forward_of_the_module_itself_comes_back(model, session, routes):
+    gate = model.model.layers[0].mlp.gate
+    own = gate.forward
+    gate.forward = lambda hidden: own(hidden)  # as hooks of other libraries do
+    mine = gate.forward
+    try:
+        with session.replay(routes), torch.no_grad():
+            replayed = next_token_loss(model, IDS)
+        assert gate.forward is mine
+    finally:
+        del gate.forward
+    with session.replay(routes), torch.no_grad():
+        assert torch.equal(replayed, next_token_loss(model, IDS))
+
+
+def test_another_model_of_the_process_is_left_alone(model, session, routes):
+    other = tiny_model("qwen3_moe")
+    with torch.no_grad():
+        native = next_token_loss(other, IDS)
+        with session.replay(routes):
+            assert not torch.equal(next_token_loss(model, IDS), native)
+            assert torch.equal(next_token_loss(other, IDS), native)
+
+
+# -- recording -----------------------------------------------------------------------------------
+
+
+def test_forwards_of_a_recording_follow_one_another(model, session):
+    ids = IDS[:1]
+    model.eval()
+    with torch.no_grad(), session.record() as whole:
+        model(input_ids=ids)
+    with torch.no_grad(), session.record() as steps:
+        cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+        for at in (4, 5):
+            cache = model(
+                input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True
+            ).past_key_values
+    model.train()
+    assert torch.equal(whole.routes.ids_NLK, steps.routes.ids_NLK)
+
+
+def test_a_recomputation_is_not_recorded(model, session):
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with session.record() as recording:
+        outcome(model, lambda: next_token_loss(model, IDS))
+    assert recording.routes.num_tokens == IDS.numel()
+    assert recording.calls.num_recomputes == [1, 1, 1]
+
+
+# -- what is routed live -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_the_report_is_of_the_live_routers(name):
+    """In the first layer with experts, hidden states are those of a native forward."""
+    model = tiny_model(name)
+    session = ReplaySession(model)
+    routes = random_routes(session, IDS.numel())
+    routes.has_row_N[3:5] = False
+    with torch.no_grad():
+        with session.record() as native:
+            next_token_loss(model, IDS)
+        with session.replay(routes) as replay:
+            next_token_loss(model, IDS)
+    report = replay.report()
+    live, forced = native.routes.ids_NLK[:, 0].tolist(), routes.ids_NLK[:, 0].tolist()
+    common = [len(set(a) & set(b)) for a, b in zip(live, forced, strict=True)]
+    common[3] = common[4] = 4
+    assert report.overlap_NL[:, 0].tolist() == common
+    assert bool((report.margin_NL > 0).all())
+    assert report.summary()["num_tokens"] == 10 and report.summary()["num_live"] == 2
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
+def test_tokens_without_a_row_are_routed_as_without_a_replay(name):
+    model = tiny_model(name)
+    session = ReplaySession(model)
+    routes = random_routes(session, IDS.numel())
+    routes.has_row_N[:] = False
+    native = outcome(model, lambda: next_token_loss(model, IDS))
+    with session.replay(routes):
+        assert_same(native, outcome(model, lambda: next_token_loss(model, IDS)))
+
+
+# -- rows follow their tokens --------------------------------------------------------------------
+
+LENGTHS = (5, 9, 3, 7)
+
+
+def some_sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def logprobs_alone(model: nn.Module, session: ReplaySession, table: TokenTable) -> list[Tensor]:
+    """Each sequence in a forward of its own."""
+    out: list[Tensor] = []
+    for index in table.indices():
+        ids = table.tokens(index)[None]
+        with torch.no_grad(), session.replay(table.routes(index, input_ids=ids)):
+            logits = model(input_ids=ids, use_cache=False).logits[0]
+        out.append(logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+    return out
+
+
+def laid_out(layout: str, table: TokenTable) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Each micro-batch: its index, and what else the model is given."""
+    if layout == "packed":
+        groups = [table.indices(group) for group in micro_batches(LENGTHS, max_tokens=14)]
+        packed = [(pack(group)[0], group) for group in reversed(groups)]
+        return [
+            (index, {"position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None]})
+            for index, rows in packed
+        ]
+    pad = pad_left if layout == "left" else pad_right
+    batches = [pad(table.indices(group)) for group in ([3, 1], [0, 2])]
+    return [
+        (
+            index,
+            {
+                "attention_mask": (index >= 0).long(),
+                "position_ids": ((index >= 0).long().cumsum(1) - 1).clamp(min=0),
+            },
+        )
+        for index in batches
+    ]
+
+
+@pytest.mark.parametrize("layout", ["left", "right", "packed"])
+def test_rows_follow_their_tokens_through_layouts(model, session, layout):
+    sequences = some_sequences()
+    traces = [random_trace(ids, session, seed=at) for at, ids in enumerate(sequences)]
+    table = TokenTable(sequences, traces)
+    alone = torch.cat(logprobs_alone(model, session, table))
+    found = torch.full((len(table.tokens_T),), torch.nan)
+    for index, inputs in laid_out(layout, table):
+        ids = table.tokens(index)
+        after = table.next(index)
+        with torch.no_grad(), session.replay(table.routes(index, input_ids=ids)):
+            logits = model(input_ids=ids, use_cache=False, **inputs).logits
+        targets = table.tokens(after)
+        logprobs = logits.log_softmax(-1).gather(2, targets[..., None])[..., 0]
+        found[index[after >= 0]] = logprobs[after >= 0]
+    found = found[~found.isnan()]
+    torch.testing.assert_close(found, alone, atol=2e-5, rtol=1e-4)
+
+
+def test_what_a_trainer_records_comes_back_as_traces(model, session):
+    sequences = some_sequences()
+    table = TokenTable(sequences)
+    index = pad_left(table.indices())
+    inputs = {"attention_mask": (index >= 0).long()}
+    with session.record() as recording:
+        native = outcome(
+            model,
+            lambda: model(input_ids=table.tokens(index), **inputs).logits[index >= 0].sum(),
+        )
+    traces = table.traces(recording.routes, index)
+    for ids, trace in zip(sequences, traces, strict=True):
+        trace.validate(ids, layer_ids=(0, 1, 2), num_experts=16, num_experts_per_tok=4)
+        assert trace.num_rows == len(ids) - 1
+    again = TokenTable(sequences, traces)
+    with session.replay(again.routes(index)) as replay:
+        replayed = outcome(
+            model,
+            lambda: model(input_ids=table.tokens(index), **inputs).logits[index >= 0].sum(),
+        )
+    assert_same(native, replayed)
+    assert replay.report().summary()["coverage"] == 1
