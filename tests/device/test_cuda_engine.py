@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from dovetail.config.hub import EMBEDDED_MODEL
 from dovetail.core.engine import Engine
 from dovetail.exec.executor import Executor
 from dovetail.wire.request import LogprobParams, SamplingParams
@@ -48,6 +50,27 @@ def wanted():
 @pytest.mark.parametrize("depth", [0, 1])
 def test_tokens_logprobs_and_experts_are_those_of_the_cpu(depth, graphs, wanted) -> None:
     same(outputs(device="cuda", depth=depth, graphs=graphs), wanted)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_new_weights_are_those_of_a_cpu_engine_that_got_them(graphs) -> None:
+    """Graphs read the parameters at the addresses that they were recorded with."""
+    tensors = load_file(EMBEDDED_MODEL / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    noisy = {
+        name: tensor.float() * (1 + 0.05 * torch.randn(tensor.shape, generator=generator))
+        for name, tensor in tensors.items()
+    }
+
+    def after_refit(device: str) -> list:
+        with Engine(**OPTIONS, capture=COLUMNS, device=device, graphs=graphs) as engine:
+            engine.generate(PROMPTS, SAMPLING, capture=COLUMNS)
+            assert engine.refit({name: tensor.to(device) for name, tensor in noisy.items()}) == 1
+            return engine.generate(PROMPTS, SAMPLING, capture=COLUMNS)
+
+    ours = after_refit("cuda")
+    assert {version for g in ours for version in g.weight_versions} == {1}
+    same(ours, after_refit("cpu"))
 
 
 def test_a_draw_that_is_shaped_is_that_of_the_cpu() -> None:

@@ -75,10 +75,12 @@ def same(got: list, want: list) -> bool:
 # -- the same as an engine that has never known other weights ----------------------------------
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("depth", "lanes"), [(0, "inline"), (1, "inline"), (1, "threaded"), (2, "threaded")]
+)
 @pytest.mark.parametrize("names", ["single experts", "fused experts"])
 def test_after_a_refit_it_is_an_engine_of_the_new_weights(
-    depth, names, qwen3_moe_folder, new_folder, new_tensors
+    depth, lanes, names, qwen3_moe_folder, new_folder, new_tensors
 ):
     if names == "fused experts":
         trainer = AutoModelForCausalLM.from_pretrained(new_folder, dtype=torch.float32)
@@ -89,7 +91,7 @@ def test_after_a_refit_it_is_an_engine_of_the_new_weights(
         assert GATE in named
     with open_engine(new_folder, depth=depth) as fresh:
         want = ask(fresh)
-    with open_engine(qwen3_moe_folder, depth=depth) as engine:
+    with open_engine(qwen3_moe_folder, depth=depth, lanes=lanes) as engine:
         before = ask(engine)
         assert engine.refit(named) == 1
         after = ask(engine)

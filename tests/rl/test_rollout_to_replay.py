@@ -1,21 +1,21 @@
-"""From the engine's rollout to a trainer's replay and back, end to end on the toy of the examples."""
+"""From the engine's rollout to a trainer's replay, end to end on the toy of the examples."""
 
 import json
 from pathlib import Path
 
-import grpo_r3
 import pytest
-import r3_mismatch
 import torch
-from r3 import arithmetic, summary
-from r3.rollout import make_noisy, rounded, sample
-from r3.trainer import Batch, load_trainer
 from rich.console import Console
 from rich.progress import Progress
 
 import dovetail
+import grpo_r3
+import r3_mismatch
 from dovetail.replay.mismatch import measure_mismatch
 from dovetail.replay.session import ReplaySession
+from r3 import arithmetic, summary
+from r3.rollout import make_noisy, rounded, sample
+from r3.trainer import Batch, load_trainer
 
 TOY = r3_mismatch.FOLDER
 
