@@ -12,8 +12,8 @@ import pytest
 
 from dovetail.core.engine import Engine
 from dovetail.core.reply import generate_reply
-from dovetail.wire.request import LogprobParams, SamplingParams
-from tests.support.answers import check_output, follow
+from dovetail.wire.request import CaptureParams, LogprobParams, SamplingParams
+from tests.support.answers import check_output, check_prompt_scores, follow
 from tests.support.compare import assert_logprobs
 from tests.support.harness import Harness
 
@@ -191,3 +191,24 @@ def test_logprobs_of_a_row_do_not_depend_on_the_samplers_other_rows(llama_folder
         assert_logprobs(got.logprobs, want.logprobs, 1e-5)
     check_output(want, PROMPT, plain, llama_oracle)
     assert np.isfinite(follow(llama_oracle, PROMPT, want, plain).gaps).all()
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 3])
+def test_prompt_scores_leave_once_though_rows_leave_before(
+    max_new_tokens, qwen3_moe_folder, qwen3_moe_oracle
+):
+    """Rows of a prompt in chunks may leave before all its scores are there; they came twice."""
+    harness = Harness(
+        qwen3_moe_folder, dtype="float32", page_size=4, chunk_size=8, capture=("experts",)
+    )
+    prompt = list(range(3, 43))
+    params = {"max_new_tokens": max_new_tokens, "sampling_seed": 1, "ignore_eos": True}
+    scored = LogprobParams(logprob_start_len=0)
+    output = harness.ask(
+        prompt,
+        logprobs=scored,
+        capture=CaptureParams(columns=("experts",), interval=4),
+        **params,
+    )
+    assert output.num_events > 2
+    check_prompt_scores(output, prompt, params, scored, qwen3_moe_oracle)

@@ -210,25 +210,30 @@ def check_rows(output, prompt: list[int], oracles: tuple[Oracle, Oracle], num_ol
         assert epoch == (0 if i < num_old else 1)
 
 
+@pytest.mark.parametrize("interval", [0, 4])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_prompt_logprobs_are_of_one_version(
-    depth, qwen3_moe_folder, new_tensors, new_oracle, qwen3_moe_oracle
+    depth, interval, qwen3_moe_folder, new_tensors, new_oracle, qwen3_moe_oracle
 ):
     """Half of the prompt is scored under the old weights, and forgotten: no token came of it."""
-    harness = Updated(qwen3_moe_folder, depth=depth, page_size=4, chunk_size=16, context_len=80)
+    harness = Updated(qwen3_moe_folder, depth=depth, page_size=4, chunk_size=8, context_len=80)
     scored = LogprobParams(logprob_start_len=0)
     prompt = PROMPTS[1]
     params = {"max_new_tokens": 3, "sampling_seed": 1, "ignore_eos": True}
-    request_id = harness.add(prompt, logprobs=scored, capture=("tokens",), **params)
-    while harness.scheduler.num_running == 0 or sequences(harness)[0].scored < 17:
+    capture = CaptureParams(columns=("tokens",), interval=interval)
+    request_id = harness.add(prompt, logprobs=scored, capture=capture, **params)
+    output = harness.outputs[request_id]
+    harness.step()
+    while sequences(harness)[0].scored < 9 or (interval and not output.captured):
         harness.step()
-    assert 17 <= sequences(harness)[0].scored < len(prompt)
+    assert 9 <= sequences(harness)[0].scored < len(prompt)
     harness.refit(new_tensors)
-    output = harness.run()[request_id]
+    harness.run()
     check_prompt_scores(output, prompt, params, scored, new_oracle)
     with pytest.raises(AssertionError):
         check_prompt_scores(output, prompt, params, scored, qwen3_moe_oracle)
-    assert [span.epoch for span in output.spans["tokens"]] == [1]
+    epochs = [span.epoch for span in output.spans["tokens"]]
+    assert epochs[-1] == 1 and (epochs == [1]) == (interval == 0)
 
 
 def test_rows_that_have_left_are_not_sent_twice(qwen3_moe_folder, new_tensors):

@@ -30,7 +30,7 @@ class StreamEvent:
             character or a possible stop string is incomplete.
         token_ids, logprobs, weight_versions: one entry per new token.
         scores: for a request that asks, one entry per new token.
-        prompt_scores: for a request that asks, in its first event.
+        prompt_scores: for a request that asks, with its first token, or its end.
         finish_reason, usage: set in the generation's last event only.
         captured: column name -> rows that have become known; in the last event only, unless the
             request has a ``CaptureParams.interval``.

@@ -14,6 +14,8 @@ from dovetail.wire.result import Scores, TokenEvent
 def news_of(sequence: Sequence) -> TokenEvent:
     """Return an event with the tokens committed since the last one."""
     record, start = sequence.record, sequence.num_emitted
+    # Rows may leave while a prompt is being scored. Its scores leave once, when all are there.
+    has_begun = start == 0 and (len(record) > 0 or sequence.finish is not None)
     sequence.num_emitted = len(record)
     return TokenEvent(
         request_id=sequence.request.request_id,
@@ -24,7 +26,7 @@ def news_of(sequence: Sequence) -> TokenEvent:
         scores=_scores([part for part in record.scores[start:] if part is not None])
         if sequence.wants_scores
         else None,
-        prompt_scores=None if start else _scores(sequence.prompt_scores),
+        prompt_scores=_scores(sequence.prompt_scores) if has_begun else None,
         captured=_news_of_capture(sequence),
     )
 

@@ -261,16 +261,16 @@ class Sequence:
         return max(captured.recorded, captured.planned) + interval if interval else NO_LIMIT
 
     def begin_again(self) -> None:
-        """Under new weights, forget the old ones' view of the prompt, unless it has been used.
+        """Under new weights, forget the old ones' view of the prompt, unless a token came of it.
 
-        Once a token was sampled it is what that token came from, and once it was told it is told.
+        Rows that an event has had stay.
         """
-        captured = self.captured
-        if self.record or (captured is not None and captured.has_left):
+        if len(self.record):
             return
         self.scored = self.planned_score = _first_score(self.request)
         self.prompt_scores = []
-        if captured is not None:
+        captured = self.captured
+        if captured is not None and not captured.has_left:
             self.captured = CapturedColumns(captured.specs, start=captured.start)
 
     def forget_memory(self) -> None:

@@ -76,8 +76,9 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             that sampled it.
         epochs: weights epoch of the forward that sampled each token.
         scores: for a request that asks, one entry a token.
-        prompt_scores: for a request that asks, in its first event: one entry for each prompt
-            position from ``logprob_start_len`` on, position 0 left out.
+        prompt_scores: for a request that asks, with its first token, or its end where there is
+            none: one entry for each prompt position from ``logprob_start_len`` on, position 0 left
+            out.
         finish: set in the last event of a generation, and only there.
         usage: set with ``finish``.
         captured: column name -> rows, for the columns that the request asked to capture: those
