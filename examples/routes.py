@@ -1,16 +1,19 @@
-"""Which experts did each token go through? Asked over HTTP, in both forms.
+"""Which experts did each token go through? Asked over HTTP, in both forms, and by a file.
 
-    dovetail serve --capture experts        # in another terminal; or let this start one
+    # in another terminal; or let this start one
+    dovetail serve --capture experts --capture-files /dev/shm/dovetail
     python examples/routes.py [--url http://127.0.0.1:30000]
 
 1. SGLang's form: base64 of int32 over all layers, without a header; the client knows the shape.
 2. Our own, as msgpack: a header that says what it is, and raw bytes. A trainer keeps the trace.
-Both hold the same rows, and a row belongs to the token that was the *input*.
+3. The same by a file in memory, for a client on the server's machine: the reply has the header.
+All hold the same rows, and a row belongs to the token that was the *input*.
 """
 
 import argparse
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +23,7 @@ import msgspec
 
 from dovetail.config.hub import locate_model
 from dovetail.config.model import ModelConfig
+from dovetail.replay.files import CaptureFileClient
 from dovetail.replay.records import RouteHeader, RouteTrace, from_sglang
 
 PROMPT = "KING HENRY\nOnce more unto the breach"
@@ -27,7 +31,7 @@ SAMPLING = {"max_new_tokens": 16, "temperature": 0}
 
 
 def main() -> None:
-    """Ask in both forms and compare."""
+    """Ask in each way and compare."""
     parser = argparse.ArgumentParser(description="Expert rows over HTTP.")
     parser.add_argument("--url", help="a server of the embedded model; by default one is started")
     args = parser.parse_args()
@@ -39,7 +43,7 @@ def main() -> None:
 
 
 def show(url: str) -> None:
-    """Ask a server for expert rows in both forms."""
+    """Ask a server for expert rows in each way."""
     folder, _ = locate_model(None)
     model = ModelConfig.from_folder(folder)
     assert model.moe is not None
@@ -63,6 +67,11 @@ def show(url: str) -> None:
     print(f"position {ours.end - 1}, by MoE layer: {ours.ids[-1].tolist()}")
     print(f"equal in both forms: {(theirs.ids == ours.ids).all()}")
     print(f"bytes: {len(ours.to_bytes())} with the header")
+    with CaptureFileClient(url) as file:
+        meta = post(url, body | {"capture": ["experts"], "capture_file": file.name})["meta_info"]
+        by_file = file.take_routes(meta)
+        print(f"by a file: {meta['capture_transport']['type']}, {file.info.path}")
+    print(f"equal by a file: {(by_file.ids == ours.ids).all()}")
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -76,19 +85,29 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def own_server() -> Iterator[str]:
     """Run ``dovetail serve`` on a free port, and yield its address."""
-    words = [sys.executable, "-m", "dovetail.cli", "serve", "--port", "0", "--capture", "experts"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        if " at http" not in line:
-            raise SystemExit("the server did not start; run dovetail serve to see why")
-        yield line.split(" at ")[1].strip()
-    finally:
-        process.terminate()
-        process.wait()
-        process.stdout.close()
+    with tempfile.TemporaryDirectory(prefix="dovetail-") as folder:
+        flags = ["--port", "0", "--capture", "experts", "--capture-files", folder]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dovetail.cli", "serve", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            print("starting a server of the embedded model ...", flush=True)
+            line = process.stdout.readline()
+            if " at http" not in line:
+                raise SystemExit("the server did not start; run dovetail serve to see why")
+            yield line.split(" at ")[1].strip()
+        finally:
+            process.terminate()
+            process.wait()
+            process.stdout.close()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

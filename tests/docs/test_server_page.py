@@ -13,7 +13,9 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text(en
 
 
 def test_every_route() -> None:
-    routes = route_table(Mock(), Mock(), Mock(), ServerSettings(model_name="m", version="0"))
+    routes = route_table(
+        Mock(), Mock(), Mock(), ServerSettings(model_name="m", version="0"), None, Mock()
+    )
     paths = {route.path for route in routes}  # type: ignore[attr-defined]
     table = PAGE.partition("| route |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(/[\w/]+)`", table)) == paths

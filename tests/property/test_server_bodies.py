@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dovetail.core.prompts import RequestMaker
 from dovetail.errors import RequestError
-from dovetail.server.body import parse_object, typed
+from dovetail.server.body import parse_object
 from dovetail.server.native import AbortBody
 from dovetail.server.native_body import (
     IGNORED_SAMPLING,
@@ -31,6 +31,7 @@ from dovetail.server.openai.completions import _prompts
 from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.request import SamplingParams
+from dovetail.wire.typed import typed
 from dovetail.wire.validate import Limits
 from tests.support.fixtures import TINY_MOE
 

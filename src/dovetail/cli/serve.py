@@ -8,6 +8,8 @@ import argparse
 import logging
 import re
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import dovetail
@@ -16,6 +18,7 @@ from dovetail.cli.progress import open_client
 from dovetail.config.resolve import kv_page_bytes
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import ConfigError
+from dovetail.server.capture_files import CaptureFolder
 from dovetail.server.run import HttpServer, bound_socket, url_of
 from dovetail.server.settings import DEFAULT_PORT, ServerSettings
 
@@ -75,6 +78,11 @@ def add_serve_command(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         "--max-body-bytes", default=argparse.SUPPRESS, type=positive, metavar="N",
         help="longest request body (default: 67108864)",
     )  # fmt: skip
+    group.add_argument(
+        "--capture-files", type=Path, metavar="FOLDER",
+        help="let clients on this machine take captured rows from files here, in memory, such as "
+        "/dev/shm/dovetail; see docs/capture.md (default: none)",
+    )  # fmt: skip
     add_engine_flags(parser)
     parser.set_defaults(run=_run)
 
@@ -91,13 +99,18 @@ def _run(args: argparse.Namespace) -> int:
             "give --api-key",
             file=sys.stderr,
         )
-    with bound_socket(args.host, args.port) as sock:  # before the weights: a taken port is quick
+    with ExitStack() as stack:  # before the weights: what is wrong here shows at once
+        sock = stack.enter_context(bound_socket(args.host, args.port))
+        folder = None
+        if args.capture_files is not None:
+            folder = CaptureFolder(args.capture_files)
+            stack.callback(folder.close)
         client = open_client(engine_options(args))
 
         def on_ready() -> None:
             print(f"{describe(settings.model_name, client.config)} at {url_of(sock)}", flush=True)
 
-        return HttpServer(client, settings, sock, on_ready=on_ready).run()
+        return HttpServer(client, settings, sock, folder, on_ready=on_ready).run()
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
@@ -109,6 +122,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         )
     if not 0 <= args.port < 2**16:
         raise ConfigError("port", f"is {args.port}; the legal range is 0 to 65535")
+    if args.capture_files is not None and not hasattr(args, "capture"):
+        raise ConfigError("capture_files", "nothing is captured; give --capture experts with it")
     given: dict[str, Any] = {}
     if hasattr(args, "max_body_bytes"):
         given["max_body_bytes"] = args.max_body_bytes

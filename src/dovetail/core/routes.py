@@ -5,7 +5,7 @@ SGLang's is int32 over all layers, its shape and start known to the client alone
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -13,8 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.replay.records import RouteTrace
+from dovetail.wire.capture import RowTransport
 
 Columns = Mapping[str, NDArray[np.generic]]
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the columns of a reply have been put.
+
+    Attributes:
+        transport: how they come to the client.
+        offsets: where each begins in the client's file; empty if they are in the reply.
+    """
+
+    transport: RowTransport
+    offsets: dict[str, int]
 
 
 class RoutesAsked(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,12 +38,14 @@ class RoutesAsked(msgspec.Struct, frozen=True, kw_only=True):
         own: ``captured``, the rows that are new in this reply, and in the last one ``routes``.
         num_layers: of the model, dense ones included.
         start_len: position of the first row that was asked for.
+        place: puts the columns of our own form elsewhere; None leaves them in the reply.
     """
 
     sglang: bool
     own: bool
     num_layers: int
     start_len: int = 0
+    place: Callable[[Columns], Placement] | None = None
 
 
 def sglang_rows(routes: RouteTrace, *, num_layers: int, total_len: int) -> str:
@@ -51,20 +66,22 @@ def sglang_rows(routes: RouteTrace, *, num_layers: int, total_len: int) -> str:
     return base64.b64encode(rows.tobytes()).decode("ascii")
 
 
-def own_rows(columns: Columns, *, start: int) -> dict[str, dict[str, Any]]:
+def own_rows(
+    columns: Columns, *, start: int, offsets: Mapping[str, int] | None = None
+) -> dict[str, dict[str, Any]]:
     """Return columns whose first row is of position ``start``; ``data`` is bytes.
 
-    In JSON bytes are base64, in msgpack they are what they are.
+    In JSON bytes are base64, in msgpack they are what they are. A column that has an offset is in
+    the client's file, and here has ``offset`` and ``nbytes`` instead of ``data``.
     """
-    return {
-        name: {
-            "start": start,
-            "dtype": rows.dtype.name,
-            "shape": list(rows.shape),
-            "data": rows.tobytes(),
-        }
-        for name, rows in columns.items()
-    }
+    reply: dict[str, dict[str, Any]] = {}
+    for name, rows in columns.items():
+        head = {"start": start, "dtype": rows.dtype.name, "shape": list(rows.shape)}
+        if offsets:
+            reply[name] = head | {"offset": offsets[name], "nbytes": rows.nbytes}
+        else:
+            reply[name] = head | {"data": rows.tobytes()}
+    return reply
 
 
 def routes_reply(
@@ -93,7 +110,11 @@ def routes_reply(
         )
         reply["routed_experts_start_len"] = routes.start
     if asked.own and columns:
-        reply["captured"] = own_rows(columns, start=start)
+        placement = None if asked.place is None else asked.place(columns)
+        offsets = None if placement is None else placement.offsets
+        reply["captured"] = own_rows(columns, start=start, offsets=offsets)
+        if placement is not None:
+            reply["capture_transport"] = placement.transport
     if asked.own and routes is not None:
         reply["routes"] = routes.header
     return reply

@@ -14,6 +14,8 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from dovetail.core.client import EngineClient
+from dovetail.server.capture_files import CaptureFolder
+from dovetail.server.capture_routes import CaptureRoutes
 from dovetail.server.errors import HttpError, error_response, http_error
 from dovetail.server.info import InfoRoutes
 from dovetail.server.metrics import Metrics
@@ -32,16 +34,23 @@ _LOG = logging.getLogger(__name__)
 
 
 def route_table(
-    client: EngineClient, traffic: Traffic, metrics: Metrics, settings: ServerSettings
+    client: EngineClient,
+    traffic: Traffic,
+    metrics: Metrics,
+    settings: ServerSettings,
+    folder: CaptureFolder | None,
+    capture: CaptureRoutes,
 ) -> list[BaseRoute]:
     """Return every route."""
-    native = NativeRoutes(client, traffic, settings)
+    native = NativeRoutes(client, traffic, settings, folder)
     info = InfoRoutes(client, traffic, metrics, settings)
     chat = ChatRoute(client, traffic, settings)
     completion = CompletionRoute(client, traffic, settings)
     return [
         Route("/generate", native.generate, methods=["POST", "PUT"]),
         Route("/abort_request", native.abort, methods=["POST"]),
+        Route("/register_capture_file", capture.register, methods=["POST"]),
+        Route("/acknowledge_capture", capture.acknowledge, methods=["POST"]),
         Route("/v1/chat/completions", chat.complete, methods=["POST"]),
         Route("/v1/completions", completion.complete, methods=["POST"]),
         Route("/v1/models", info.models, methods=["GET"]),
@@ -63,27 +72,33 @@ class Application:
     Args:
         client: of a running engine; closed by whoever made it.
         settings: of the server.
+        folder: for clients' capture files; None for none. Closed by whoever made it.
         lifespan: runs around the serving; see Starlette.
 
-    Attributes:
-        traffic: the open requests.
     """
 
     def __init__(
         self,
         client: EngineClient,
         settings: ServerSettings,
+        folder: CaptureFolder | None = None,
         *,
         lifespan: Lifespan[Any] | None = None,
     ) -> None:
         self._metrics = Metrics(client.stats)
-        self.traffic = Traffic(client, self._metrics)
+        self._traffic = Traffic(client, self._metrics)
+        self._capture = CaptureRoutes(client.config, settings, folder)
         self._key = None if settings.api_key is None else settings.api_key.encode()
         self._router: ASGIApp = Router(
-            route_table(client, self.traffic, self._metrics, settings),
+            route_table(client, self._traffic, self._metrics, settings, folder, self._capture),
             redirect_slashes=False,
             lifespan=lifespan,
         )
+
+    def drain(self) -> None:
+        """Start nothing more; what is open is the engine's to end."""
+        self._traffic.drain()
+        self._capture.drain()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the lifespan."""

@@ -1,12 +1,12 @@
 """``/generate`` and ``/abort_request`` in SGLang's native dialect.
 
-Owns the routes; ``native_body`` has the reading of bodies and ``core.reply`` the reply objects.
+Owns the routes; ``native_body`` has the reading of bodies and ``native_reply`` the replies.
 """
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,18 +14,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from dovetail.core.client import EngineClient
-from dovetail.core.reply import GrowingReply, TextOf, generate_reply
-from dovetail.core.routes import RoutesAsked
+from dovetail.core.generation import StreamEvent
+from dovetail.core.reply import GrowingReply
 from dovetail.errors import RequestError
-from dovetail.server.body import off_loop, read_body, typed
+from dovetail.server.body import off_loop, read_body
+from dovetail.server.capture_files import CaptureFolder, Handover, given
 from dovetail.server.errors import HttpError
-from dovetail.server.native_body import Call, read_call, renamed
+from dovetail.server.native_body import Call, read_call, requests_of
+from dovetail.server.native_reply import ReplyMaker, reply_size
 from dovetail.server.settings import ServerSettings
-from dovetail.server.sse import EventStream, unless_gone
+from dovetail.server.sse import EventStream, WholeReply
 from dovetail.server.traffic import Traffic
 from dovetail.wire.request import Request
+from dovetail.wire.typed import typed
 
-_REPLY_BYTES_PER_TOKEN = 40
 JSON, MSGPACK = "application/json", "application/msgpack"
 """What a whole reply can be: msgpack has rows as raw bytes, for clients that accept it."""
 
@@ -45,22 +47,38 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NativeRoutes:
-    """The native dialect over one engine."""
+    """The native dialect over one engine.
 
-    def __init__(self, client: EngineClient, traffic: Traffic, settings: ServerSettings) -> None:
+    Args:
+        client: of the engine.
+        traffic: runs the requests.
+        settings: of the server.
+        folder: where clients' capture files are; None if the server has none.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        traffic: Traffic,
+        settings: ServerSettings,
+        folder: CaptureFolder | None,
+    ) -> None:
         self._client = client
         self._traffic = traffic
         self._settings = settings
+        self._folder = folder
 
-    async def generate(self, http: HttpRequest) -> Response | EventStream:
+    async def generate(self, http: HttpRequest) -> WholeReply | EventStream:
         """Generate for one prompt or many."""
         body = await read_body(http, self._settings)
         call, requests = await off_loop(body.num_bytes, lambda: self._read(body.fields))
+        accept = http.headers.get("accept", "")
+        handover = self._handover(call)
         if call.stream:
-            return EventStream(self._stream(call, requests))
-        kind = MSGPACK if MSGPACK in http.headers.get("accept", "") else JSON
-        content = await unless_gone(http.receive, self._answer(call, requests, kind))
-        return Response(content, media_type=kind)
+            _check_streamed(accept)
+            return EventStream(self._stream(call, requests, handover))
+        kind = MSGPACK if MSGPACK in accept else JSON
+        return WholeReply(self._answer(call, requests, kind, handover), kind)
 
     async def abort(self, http: HttpRequest) -> Response:
         """End requests early; each is answered with what it has. Unknown labels are no error."""
@@ -76,47 +94,39 @@ class NativeRoutes:
     def _read(self, fields: dict[str, Any]) -> tuple[Call, list[Request]]:
         """Return the call and a request an item; nothing starts unless all are right."""
         call = read_call(fields, max_prompts=self._client.config.max_open)
-        requests: list[Request] = []
-        for index, item in enumerate(call.items):
-            try:
-                requests.append(
-                    self._client.requests.make(
-                        item.prompt,
-                        item.sampling,
-                        logprobs=item.logprobs,
-                        capture=call.capture,
-                        group=call.group,
-                        priority=call.priority,
-                        label=item.rid if item.rid is not None else uuid.uuid4().hex,
-                        namespace=call.namespace,
-                    )
-                )
-            except RequestError as own_error:
-                error = renamed(own_error, call)
-                where = f"in item {index} of the batch: " if call.is_batch else ""
-                raise RequestError(error.field, where + error.message) from None
-        return call, requests
+        return call, requests_of(call, self._client.requests)
 
-    async def _answer(self, call: Call, requests: list[Request], kind: str) -> bytes:
+    def _handover(self, call: Call) -> Handover:
+        """Return what puts the call's rows into its client's file, if it names one."""
+        if call.capture_file is None:
+            return Handover(None)
+        return Handover(given(self._folder).find(call.capture_file))
+
+    def _maker(self, call: Call, handover: Handover) -> ReplyMaker:
+        return ReplyMaker(
+            call,
+            self._client.tokenizer,
+            num_layers=self._client.config.model.num_layers,
+            place=None if call.capture_file is None else handover.place,
+        )
+
+    async def _answer(
+        self, call: Call, requests: list[Request], kind: str, handover: Handover
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the one content of a whole reply."""
         started = time.perf_counter()
         answers = await self._traffic.finish(requests)
         seconds = time.perf_counter() - started
+        maker = self._maker(call, handover)
 
         def encode() -> bytes:
-            replies: list[dict[str, Any]] = []
-            for item, request, generations in zip(call.items, requests, answers, strict=True):
-                for generation in generations:
-                    reply = generate_reply(
-                        generation,
-                        label=request.label or "",
-                        logprobs=item.logprobs,
-                        text_of=self._text_of(call),
-                        routes=self._routes_asked(call),
-                    )
-                    if call.return_prompt_token_ids:
-                        reply["prompt_token_ids"] = request.prompt_token_ids
-                    reply["meta_info"]["e2e_latency"] = seconds
-                    replies.append(reply)
+            replies = [
+                maker.whole(index, request, generation)
+                for index, (request, some) in enumerate(zip(requests, answers, strict=True))
+                for generation in some
+            ]
+            for reply in replies:
+                reply["meta_info"]["e2e_latency"] = seconds
             encode = msgspec.msgpack.encode if kind == MSGPACK else msgspec.json.encode
             return encode(replies if call.is_list else replies[0])
 
@@ -124,49 +134,57 @@ class NativeRoutes:
             reason = answers[0][0].finish_reason
             if reason.type == "error":
                 raise HttpError(500, reason.message or "the generation failed")
-        num_numbers = sum(
-            len(g.token_ids) + len(g.prompt_logprobs) for some in answers for g in some
-        )
-        num_bytes = sum(g.captured_bytes for some in answers for g in some)
-        return await off_loop(num_numbers * _REPLY_BYTES_PER_TOKEN + num_bytes, encode)
+        try:
+            yield await off_loop(reply_size(answers), encode)
+            handover.sent()
+        finally:
+            handover.close()
 
-    async def _stream(self, call: Call, requests: list[Request]) -> AsyncGenerator[bytes, None]:
+    async def _stream(
+        self, call: Call, requests: list[Request], handover: Handover
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events' data."""
         started = time.perf_counter()
         replies: dict[tuple[int, int], GrowingReply] = {}
         first_of = [0]  # index of each item's first generation in the list that it would be
         for request in requests:
             first_of.append(first_of[-1] + request.sampling.n)
-        async with aclosing(self._traffic.run(requests)) as all_news:
-            async for index, event in all_news:
-                key = index, event.sample_index
-                if key not in replies:
-                    replies[key] = GrowingReply(
-                        requests[index],
-                        label=requests[index].label or "",
-                        logprobs=call.items[index].logprobs,
-                        text_of=self._text_of(call),
-                        routes=self._routes_asked(call),
-                    )
-                reply = replies[key].add(event)
-                if call.return_prompt_token_ids:
-                    reply["prompt_token_ids"] = requests[index].prompt_token_ids
-                reply["meta_info"]["e2e_latency"] = time.perf_counter() - started
-                if call.is_list:
-                    reply["index"] = first_of[index] + event.sample_index
-                yield msgspec.json.encode(reply)
+        maker = self._maker(call, handover)
 
-    def _routes_asked(self, call: Call) -> RoutesAsked | None:
-        if not call.capture.columns:
-            return None
-        return RoutesAsked(
-            sglang=call.return_routed_experts,
-            own=call.wants_columns,
-            num_layers=self._client.config.model.num_layers,
-            start_len=call.capture.start_len,
+        def encode(index: int, event: StreamEvent) -> bytes:
+            reply = replies[index, event.sample_index].add(event)
+            reply["meta_info"]["e2e_latency"] = time.perf_counter() - started
+            if call.is_list:
+                reply["index"] = first_of[index] + event.sample_index
+            return msgspec.json.encode(maker.completed(reply, requests[index]))
+
+        try:
+            async with aclosing(self._traffic.run(requests)) as all_news:
+                async for index, event in all_news:
+                    if (index, event.sample_index) not in replies:
+                        replies[index, event.sample_index] = GrowingReply(
+                            requests[index],
+                            label=requests[index].label or "",
+                            logprobs=call.items[index].logprobs,
+                            text_of=maker.text_of,
+                            routes=maker.routes,
+                        )
+                    num_bytes = sum(rows.nbytes for rows in event.captured.values())
+                    yield await off_loop(num_bytes, partial(encode, index, event))
+                    handover.sent()
+        finally:
+            handover.close()
+
+
+def _check_streamed(accept: str) -> None:
+    """Refuse a stream to a client that reads msgpack alone.
+
+    Raises:
+        RequestError: it is one.
+    """
+    if MSGPACK in accept and not any(kind in accept for kind in ("text/", "*/*")):
+        raise RequestError(
+            "stream",
+            "a stream is server-sent events, which are text; leave out Accept: "
+            f"{MSGPACK}, or stream",
         )
-
-    def _text_of(self, call: Call) -> TextOf | None:
-        if not call.return_text_in_logprobs:
-            return None
-        tokenizer = self._client.tokenizer
-        return lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)

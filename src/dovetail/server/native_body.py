@@ -1,4 +1,4 @@
-"""Bodies of ``/generate``: one prompt or many, with parameters for all or for each.
+"""Bodies of ``/generate``, and lines of prompt files: one prompt or many, and their parameters.
 
 Owns the fields of the dialect, and what is done with those that the engine cannot honour: a field
 that would change the answer is refused by name, any other unknown field is ignored, for clients
@@ -6,14 +6,21 @@ send newer fields to older servers. Inside ``sampling_params`` nothing unknown p
 error there would silently change the policy.
 """
 
+import uuid
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from dovetail.core.prompts import Prompt
+from dovetail.core.prompts import Prompt, RequestMaker
 from dovetail.errors import RequestError
-from dovetail.server.body import typed
-from dovetail.wire.request import CaptureParams, LogprobKind, LogprobParams, SamplingParams
+from dovetail.wire.request import (
+    CaptureParams,
+    LogprobKind,
+    LogprobParams,
+    Request,
+    SamplingParams,
+)
+from dovetail.wire.typed import typed
 from dovetail.wire.validate import validated_label
 
 UNSUPPORTED = (
@@ -46,6 +53,7 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
         return_sampling_mask: report what each draw could have drawn, and logprobs.
         return_routed_experts: report the experts of each token, in SGLang's form.
         capture, capture_interval: report columns in our own form; see ``CaptureParams``.
+        capture_file: name of the client's file, which takes the columns of our own form.
         routed_experts_start_len: position of the first row, for either form.
         return_text_in_logprobs: put each token's text beside its logprob.
         return_prompt_token_ids: put the prompt's ids into the reply.
@@ -69,6 +77,7 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts_start_len: int = 0
     capture: tuple[str, ...] = ()
     capture_interval: int = 0
+    capture_file: str | None = None
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     stream: bool = False
@@ -97,6 +106,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return_routed_experts: give expert rows in SGLang's form.
         wants_columns: give captured columns in our own form.
         capture: of each item, for either form.
+        capture_file: name of the file that takes the columns of our own form, if any.
     """
 
     items: list[Item]
@@ -108,6 +118,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     return_routed_experts: bool
     wants_columns: bool
     capture: CaptureParams
+    capture_file: str | None
     group: str | None
     priority: int
     namespace: bytes
@@ -130,6 +141,8 @@ def read_call(raw: dict[str, Any], *, max_prompts: int) -> Call:
         for i, one in enumerate(params)
     ]
     samples = {one.n for one in sampling}
+    if fields.capture_file is not None and not fields.capture:
+        raise RequestError("capture_file", "takes the columns that capture names; there are none")
     return Call(
         items=[
             Item(prompt=prompt, sampling=one, logprobs=logprobs, rid=rid)
@@ -149,6 +162,7 @@ def read_call(raw: dict[str, Any], *, max_prompts: int) -> Call:
             interval=fields.capture_interval,
         ),
         wants_columns=bool(fields.capture),
+        capture_file=fields.capture_file,
         group=fields.group,
         priority=fields.priority,
         namespace=namespace_of(fields.extra_key, fields.cache_salt),
@@ -173,7 +187,35 @@ def sampling_of(raw: dict[str, Any], prefix: str) -> SamplingParams:
     return params
 
 
-def renamed(error: RequestError, call: Call) -> RequestError:
+def requests_of(call: Call, maker: RequestMaker) -> list[Request]:
+    """Return a request an item; nothing is returned unless all are right.
+
+    Raises:
+        RequestError: names the field at fault in the words of the dialect, and the item of a batch.
+    """
+    requests: list[Request] = []
+    for index, item in enumerate(call.items):
+        try:
+            requests.append(
+                maker.make(
+                    item.prompt,
+                    item.sampling,
+                    logprobs=item.logprobs,
+                    capture=call.capture,
+                    group=call.group,
+                    priority=call.priority,
+                    label=item.rid if item.rid is not None else uuid.uuid4().hex,
+                    namespace=call.namespace,
+                )
+            )
+        except RequestError as own_error:
+            error = _renamed(own_error, call)
+            where = f"in item {index} of the batch: " if call.is_batch else ""
+            raise RequestError(error.field, where + error.message) from None
+    return requests
+
+
+def _renamed(error: RequestError, call: Call) -> RequestError:
     """Return the engine's error in the words of the dialect."""
     names = {
         "capture.start_len": "routed_experts_start_len",

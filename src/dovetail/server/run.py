@@ -18,6 +18,7 @@ import uvicorn
 from dovetail.core.client import EngineClient
 from dovetail.errors import ConfigError
 from dovetail.server.app import Application
+from dovetail.server.capture_files import CaptureFolder
 from dovetail.server.settings import ServerSettings
 
 BACKLOG = 2048
@@ -61,6 +62,7 @@ class HttpServer:
         client: of a running engine.
         settings: of the server.
         sock: from ``bound_socket``.
+        folder: for clients' capture files, or None; closed by whoever made it.
         on_ready: called once requests are taken.
     """
 
@@ -69,13 +71,14 @@ class HttpServer:
         client: EngineClient,
         settings: ServerSettings,
         sock: socket.socket,
+        folder: CaptureFolder | None = None,
         *,
         on_ready: Callable[[], None],
     ) -> None:
         self._client = client
         self._sock = sock
         self._on_ready = on_ready
-        self._app = Application(client, settings, lifespan=self._lifespan)
+        self._app = Application(client, settings, folder, lifespan=self._lifespan)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app,
@@ -142,7 +145,7 @@ class HttpServer:
 
     def _end(self) -> "asyncio.Future[None]":
         """Begin to end: the engine aborts what is open, and the routes write their last answers."""
-        self._app.traffic.drain()
+        self._app.drain()
         if self._closing is None:
             loop = asyncio.get_running_loop()
             self._closing = loop.run_in_executor(self._closer, self._client.close)

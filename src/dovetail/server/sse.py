@@ -1,6 +1,6 @@
-"""Replies that may take long: noticing that the client has gone, and server-sent events.
+"""Replies that may take long, whole or as server-sent events, to clients that may go.
 
-Owns both. Must not know any dialect. An error before the first event is an ordinary error reply;
+Owns them. Must not know any dialect. An error before the first event is an ordinary error reply;
 one after it is an event with an ``error`` object, for the status is out by then.
 """
 
@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.server.errors import error_body, http_error
@@ -49,11 +50,35 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+class WholeReply:
+    """A reply that is made while the client waits. An ASGI application for one request.
+
+    Args:
+        contents: yields the content, and is asked for more once that has been sent; closed when the
+            client has gone.
+        media_type: of the content.
+    """
+
+    def __init__(self, contents: AsyncGenerator[bytes, None], media_type: str) -> None:
+        self._contents = contents
+        self._media_type = media_type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the content, unless the client has gone."""
+        await unless_gone(receive, self._send_all(scope, receive, send))
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._contents) as contents:
+            async for content in contents:
+                await Response(content, media_type=self._media_type)(scope, receive, send)
+
+
 class EventStream:
     """A reply of server-sent events. An ASGI application for one request.
 
     Args:
-        payloads: the events' data, one after another; closed when the client has gone.
+        payloads: the events' data, one after another, each asked for when those before it have
+            been sent; closed when the client has gone.
     """
 
     def __init__(self, payloads: AsyncGenerator[bytes, None]) -> None:

@@ -1,10 +1,10 @@
 """Captured per-token columns as they leave the engine.
 
-Owns what is told beside their rows, and the type of expert ids. What a row holds, and where it
-lives until then, must not be known here.
+Owns what is told beside their rows, also where a file takes them to a client, and the type of
+expert ids. What a row holds, and where it lives until then, must not be known here.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -52,3 +52,42 @@ class CapturedRows(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     rows: TensorEnvelope
     spans: tuple[CaptureSpan, ...] = ()
+
+
+class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A memory file that a server has made for one client on its machine.
+
+    Attributes:
+        capture_file: its name, which requests and acknowledgements give.
+        path: where it is; only the server's own user may open it.
+        num_slots: parts of it; each takes the rows of one generation, whatever its length.
+        slot_bytes: of each part; slot ``i`` begins at ``i * slot_bytes``.
+    """
+
+    capture_file: str
+    path: str
+    num_slots: int
+    slot_bytes: int
+
+
+class FileSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """One use of a slot: the slot, and how often it has been taken."""
+
+    slot: int
+    generation: int
+
+
+class RowTransport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the rows of a reply come to a client that has a file.
+
+    Attributes:
+        type: ``file``, or ``inline``, as to any other client.
+        capture_file, slot, generation: where, and what to acknowledge; for ``file``.
+        reason: why the rows are not in the file; for ``inline``.
+    """
+
+    type: Literal["file", "inline"]
+    capture_file: str | None = None
+    slot: int | None = None
+    generation: int | None = None
+    reason: str | None = None

@@ -74,7 +74,7 @@ def test_mistakes_of_clients_are_not_logged(
 def test_an_ending_server_takes_nothing_and_says_so(client: Mock, app: Application) -> None:
     client.health.return_value = Mock(state="alive", reason="")
     assert call(app, "/health")[0] == 200
-    app.traffic.drain()
+    app.drain()
     status, body = call(app, "/health")
     assert status == 503 and body["error"]["code"] == "draining"
 

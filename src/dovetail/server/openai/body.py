@@ -11,8 +11,8 @@ from typing import Any, cast
 import msgspec
 
 from dovetail.errors import RequestError
-from dovetail.server.body import typed
 from dovetail.wire.request import CaptureParams, LogprobParams, SamplingParams
+from dovetail.wire.typed import typed
 
 IGNORED = (
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
