@@ -114,7 +114,8 @@ def test_a_mask_that_is_too_large_ends_its_request_alone(fx_count_folder, tmp_pa
     )  # fmt: skip
     outputs = harness.run()
     assert outputs[large].finish.type == "error" and not outputs[large].token_ids
-    assert f"more than {MAX_MASK_IDS} ids; lower top_k" in outputs[large].finish.message
+    assert f"more than {MAX_MASK_IDS} ids; give top_k of" in outputs[large].finish.message
+    assert outputs[large].finish.field == "return_sampling_mask"
     assert outputs[exact].finish.type == outputs[plain].finish.type == "length"
     assert {len(ids) for ids in masks_of(outputs[exact])} == {MAX_MASK_IDS}
 

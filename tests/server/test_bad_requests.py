@@ -70,6 +70,40 @@ def test_streams_are_refused_with_a_status_too(small_server: Server) -> None:
 
 
 @pytest.mark.parametrize(
+    ("accept", "is_refused"),
+    [
+        ("application/msgpack", True),
+        ("application/msgpack;q=1, application/json", True),
+        ("application/msgpack, text/event-stream", False),
+        ("application/msgpack, */*", False),
+        ("application/json", False),
+    ],
+)
+def test_a_stream_is_no_msgpack(small_server: Server, accept: str, is_refused: bool) -> None:
+    body = GOLDEN | {"stream": True}
+    reply = small_server.post("/generate", body, headers={"Accept": accept})
+    if is_refused:
+        error = refused(reply, 400)
+        assert error["param"] == "stream" and "leave out Accept" in error["message"]
+    else:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+
+
+def test_a_mask_that_is_too_large_is_the_items_own_mistake(small_server: Server) -> None:
+    """Neither the other items of a batch nor those who run beside it notice."""
+    small = {"temperature": 9, "top_k": 512, "sampling_seed": 1, "max_new_tokens": 6}
+    body = {"text": ["A", "A"], "return_sampling_mask": True}
+    fine, large = small_server.generate(**body, sampling_params=[small, small | {"top_k": 600}])
+    reason = large["meta_info"]["finish_reason"]
+    assert (reason["type"], reason["param"]) == ("error", "return_sampling_mask")
+    assert "more than 512 ids; give top_k of 512 at most" in reason["message"]
+    alone = small_server.generate(text="A", return_sampling_mask=True, sampling_params=small)
+    assert fine["output_ids"] == alone["output_ids"] and len(fine["output_ids"]) == 6
+    body = {"text": "A", "return_sampling_mask": True, "sampling_params": small | {"top_k": 600}}
+    assert small_server.events("/generate", body)[-1]["meta_info"]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize(
     ("method", "path", "status"),
     [
         ("GET", "/", 404),

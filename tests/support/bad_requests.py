@@ -182,6 +182,8 @@ BAD_REQUESTS = [
     BadRequest("/acknowledge_capture", {"capture_file": "x"}, "slots", "is missing"),
     BadRequest("/acknowledge_capture", {"capture_file": "x", "slots": [{"slot": 1}]},
                "slots[0].generation", "is missing"),
+    native("return_sampling_mask", "more than 512 ids; give top_k of 512 at most",
+           return_sampling_mask=True, sampling_params={"top_k": 600, "temperature": 9}),
     native("return_sampling_mask", "expected `bool`", return_sampling_mask="maybe"),
     native("return_hidden_states", "not supported", return_hidden_states=True),
     native("lora_path", "not supported", lora_path="my-adapter"),

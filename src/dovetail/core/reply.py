@@ -186,7 +186,8 @@ def finish_reason_of(reason: FinishReason, num_tokens: int) -> dict[str, Any]:
         case "length":
             return {"type": "length", "length": num_tokens}
         case _:
-            return {"type": reason.type, "message": reason.message}
+            param = {} if reason.field is None else {"param": reason.field}
+            return {"type": reason.type, "message": reason.message} | param
 
 
 def weight_version_of(versions: tuple[int, ...]) -> str:

@@ -1,24 +1,38 @@
-"""When a generation ends: the rules, in the order in which they are asked."""
+"""When a generation ends, and what is said of it: rules, in the order in which they are asked."""
 
 from dovetail.sched.plan import RowStatus
-from dovetail.sched.sequence import Sequence
+from dovetail.sched.sequence import Sequence, SequenceState
 from dovetail.wire.result import FinishReason
 from dovetail.wire.validate import MAX_MASK_IDS
 
-ABORTED = FinishReason(type="abort")
 LENGTH = FinishReason(type="length")
+ABORTED = FinishReason(type="abort", message="Aborted while it was generated")
+ABORTED_EARLY = FinishReason(type="abort", message="Abort before prefill: it had not started")
+"""Rollout clients look for its first words."""
 
 _FAILURES = {
-    RowStatus.NON_FINITE: "the model produced logits that are not finite",
-    RowStatus.EMPTY_SUPPORT: "no token was left to sample from",
-    RowStatus.LARGE_SUPPORT: f"the sampling mask of a token has more than {MAX_MASK_IDS} ids; "
-    f"lower top_k (to {MAX_MASK_IDS} at most) or top_p",
+    RowStatus.NON_FINITE: FinishReason(
+        type="error", message="the model produced logits that are not finite"
+    ),
+    RowStatus.EMPTY_SUPPORT: FinishReason(type="error", message="no token was left to sample from"),
+    RowStatus.LARGE_SUPPORT: FinishReason(
+        type="error",
+        field="return_sampling_mask",
+        message=f"the sampling mask of a token has more than {MAX_MASK_IDS} ids; give top_k of "
+        f"{MAX_MASK_IDS} at most, a lower top_p or a higher min_p",
+    ),
 }
+
+
+def aborted(sequence: Sequence) -> FinishReason:
+    """Return why a sequence ends that is aborted now."""
+    is_early = sequence.state is SequenceState.WAITING and len(sequence.record) == 0
+    return ABORTED_EARLY if is_early else ABORTED
 
 
 def failure_of(status: RowStatus) -> FinishReason:
     """Return why a row that is not OK ends its sequence."""
-    return FinishReason(type="error", message=_FAILURES[status])
+    return _FAILURES[status]
 
 
 def finish_after(sequence: Sequence, token_id: int) -> FinishReason | None:

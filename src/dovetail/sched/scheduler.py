@@ -20,7 +20,7 @@ from dovetail.sched.admission import LengthEstimate, PrefixHolds
 from dovetail.sched.builder import PlanBuilder
 from dovetail.sched.captured import Rows
 from dovetail.sched.events import last_event_of, news_of
-from dovetail.sched.finish import ABORTED, LENGTH, failure_of, finish_after
+from dovetail.sched.finish import LENGTH, aborted, failure_of, finish_after
 from dovetail.sched.open import OpenRequests
 from dovetail.sched.plan import MAX_BIASES, RowStatus, StepPlan, StepResult, TokenScores
 from dovetail.sched.policy import WINDOW, ordered, rank
@@ -114,21 +114,21 @@ class Scheduler:
 
     def abort(self, request_id: int) -> list[TokenEvent]:
         """End a request now, wherever it is. Unknown and ended ids are no news."""
-        return self._finish_open(self._open.of_request(request_id), ABORTED)
+        return self._finish_open(self._open.of_request(request_id))
 
     def abort_group(self, group: str) -> list[TokenEvent]:
         """End all open requests with this group label."""
-        return self._finish_open(self._open.of_group(group), ABORTED)
+        return self._finish_open(self._open.of_group(group))
 
-    def abort_all(self, reason: FinishReason = ABORTED) -> list[TokenEvent]:
+    def abort_all(self) -> list[TokenEvent]:
         """End every request that is open."""
-        return self._finish_open(self._open.sequences(), reason)
+        return self._finish_open(self._open.sequences())
 
-    def _finish_open(self, sequences: list[Sequence], reason: FinishReason) -> list[TokenEvent]:
+    def _finish_open(self, sequences: list[Sequence]) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         for sequence in sequences:
             if sequence.finish is None:
-                events += self._decide_finish(sequence, reason)
+                events += self._decide_finish(sequence, aborted(sequence))
         return events
 
     # -- planning ------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from dovetail.errors import CapacityError, EngineClosed, EngineError, RequestError
+from dovetail.wire.result import FinishReason
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -65,6 +66,14 @@ def http_error(error: Exception) -> HttpError:
             return _routing_error(error)
         case _:
             return HttpError(500, "internal error; the server's log has more", code="internal")
+
+
+def generation_error(reason: FinishReason) -> HttpError:
+    """Return what a client is told of a generation that failed: its own mistake, or ours."""
+    message = reason.message or "the generation failed"
+    if reason.field is None:
+        return HttpError(500, message)
+    return HttpError(400, f"{reason.field}: {message}", param=reason.field)
 
 
 def error_body(error: HttpError) -> dict[str, Any]:

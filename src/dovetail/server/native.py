@@ -19,7 +19,7 @@ from dovetail.core.reply import GrowingReply
 from dovetail.errors import RequestError
 from dovetail.server.body import off_loop, read_body
 from dovetail.server.capture_files import CaptureFolder, Handover, given
-from dovetail.server.errors import HttpError
+from dovetail.server.errors import generation_error
 from dovetail.server.native_body import Call, read_call, requests_of
 from dovetail.server.native_reply import ReplyMaker, reply_size
 from dovetail.server.settings import ServerSettings
@@ -133,7 +133,7 @@ class NativeRoutes:
         if not call.is_list:
             reason = answers[0][0].finish_reason
             if reason.type == "error":
-                raise HttpError(500, reason.message or "the generation failed")
+                raise generation_error(reason)
         try:
             yield await off_loop(reply_size(answers), encode)
             handover.sent()

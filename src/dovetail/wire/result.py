@@ -19,12 +19,15 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
             (``max_new_tokens`` or the context), ``abort`` (asked for by the
             client) or ``error``.
         matched: the stop id or stop string that ended it, or None.
-        message: what went wrong, for ``error``.
+        message: what went wrong, for ``error``; how far it was, for ``abort``.
+        field: the request's field that asked for too much, for an ``error`` that is the client's to
+            mend; None for one that is not.
     """
 
     type: Literal["stop", "length", "abort", "error"]
     matched: int | str | None = None
     message: str | None = None
+    field: str | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -151,6 +151,7 @@ def test_abort_of_what_waits_runs_or_is_retracted():
     made.abort(waiting)
     made.step()
     assert (made.outputs[waiting].finish.type, made.outputs[waiting].token_ids) == ("abort", [])
+    assert made.outputs[waiting].finish.message.startswith("Abort before prefill")
     made.scheduler.retract_last()
     made.step()
     made.abort(running)
@@ -158,6 +159,7 @@ def test_abort_of_what_waits_runs_or_is_retracted():
     made.abort(99)
     outputs = made.run()
     assert outputs[running].finish.type == "abort"
+    assert outputs[running].finish.message == "Aborted while it was generated"
     assert 4 <= len(outputs[running].token_ids) < 20, "what it had got is kept"
     assert outputs[running].usage.num_retractions == 1
 

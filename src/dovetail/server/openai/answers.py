@@ -16,7 +16,7 @@ from dovetail.core.generation import Generation, StreamEvent
 from dovetail.core.routes import sglang_rows
 from dovetail.replay.records import RouteTrace
 from dovetail.server.body import off_loop
-from dovetail.server.errors import HttpError
+from dovetail.server.errors import generation_error
 from dovetail.server.openai.body import CallFields, StreamOptions
 from dovetail.server.traffic import Traffic
 from dovetail.wire.request import Request
@@ -200,7 +200,7 @@ def _choice(index: int, choice: dict[str, Any], reason: FinishReason | None) -> 
         HttpError: the generation failed.
     """
     if reason is not None and reason.type == "error":
-        raise HttpError(500, reason.message or "the generation failed")
+        raise generation_error(reason)
     return {
         "index": index,
         **choice,
