@@ -55,6 +55,6 @@ def test_replay_imports_alone() -> None:
 
 
 def test_the_block_catches_another_package() -> None:
-    for name in ("rich", "dovetail.cli.main", "transformers"):
+    for name in ("rich", "dovetail.cli.generate", "transformers"):
         done = import_alone([name])
         assert done.returncode != 0 and "is blocked" in done.stderr, name

@@ -8,6 +8,9 @@ from tests.arch.sources import SRC, sources
 
 TORCH_FREE = ("errors", "wire", "config", "text", "cache", "sched")
 
+QUICK_COMMANDS = ("commands", "generate", "serve", "explain")
+"""What a user sees of these before an engine is made, help and errors, is there at once."""
+
 BLOCKED = """
 import importlib, sys
 
@@ -48,6 +51,7 @@ def test_host_half_imports_without_torch() -> None:
     names += ["dovetail", "dovetail.exec.fake", "dovetail.replay.records"]
     names += ["dovetail.core.client", "dovetail.core.process"]  # what a server's process loads
     names += [source.name for source in sources() if source.layer == "server"]
+    names += [f"dovetail.cli.{name}" for name in QUICK_COMMANDS]
     done = import_without_torch(names)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(len(names))

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dovetail import ConfigError, Engine, RequestError, SamplingParams
-from dovetail.cli.main import main
+from dovetail.cli import main
 from tests.support.server import SRC
 
 CONTEXT_LEN = 64

@@ -8,7 +8,7 @@ import pytest
 import dovetail
 from dovetail.capture.rows import StepRows
 from dovetail.capture.sidecar import Sidecar
-from dovetail.cli.main import main
+from dovetail.cli import main
 from dovetail.core import local
 from dovetail.errors import ConfigError, RequestError
 from dovetail.models import registry

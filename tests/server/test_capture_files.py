@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dovetail.cli.main import main
+from dovetail.cli import main
 from dovetail.replay.files import CaptureFileClient, CaptureFileError
 from tests.support.server import SRC, Server, read_events, start_server
 

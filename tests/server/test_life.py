@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dovetail.cli.main import main
+from dovetail.cli import main
 from tests.support.server import Server, read_events, right, start_server
 
 LONG = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}

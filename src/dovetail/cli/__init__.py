@@ -1,5 +1,16 @@
-"""The command line: ``dovetail generate | bench | config explain | doctor``."""
+"""The command line: ``dovetail generate | serve | bench | config explain | doctor``."""
 
-from dovetail.cli.main import main
+import sys
 
-__all__ = ["main"]
+from dovetail.cli.loading import load
+
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return the exit code; an interrupt has one too, whenever it comes."""
+    try:
+        return load("dovetail.cli.commands").run(argv)
+    except KeyboardInterrupt:
+        print("\ndovetail: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED

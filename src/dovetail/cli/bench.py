@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from dovetail.cli.machine import machine_facts, seconds_of
-from dovetail.cli.options import add_engine_flags, engine_options, positive, positive_list
+from dovetail.cli.options import engine_options
 from dovetail.cli.progress import open_engine, progress_bar
 from dovetail.core.engine import Engine
 from dovetail.core.generation import Generation
@@ -52,51 +52,8 @@ class Measurement:
     unit: str
 
 
-def add_bench_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser("bench", help="measure how fast the engine is here")
-    works = parser.add_subparsers(dest="work", required=True, metavar="WORK")
-    offline = works.add_parser("offline", help="many prompts at once: tokens per second")
-    offline.add_argument("--num-prompts", type=positive, default=64, metavar="N", help="(64)")
-    offline.add_argument(
-        "--input-len", type=_length_range, default=(16, 128), metavar="N|LOW:HIGH",
-        help="tokens of each prompt, drawn evenly (16:128)",
-    )  # fmt: skip
-    offline.add_argument(
-        "--output-len", type=_length_range, default=(64, 64), metavar="N|LOW:HIGH",
-        help="tokens generated for each prompt, drawn evenly (64)",
-    )  # fmt: skip
-    decode = works.add_parser("decode", help="time of one step, by batch size and context")
-    decode.add_argument(
-        "--batches", type=positive_list, default=[1, 8, 32], metavar="N,N", help="(1,8,32)"
-    )
-    decode.add_argument(
-        "--contexts", type=positive_list, default=[128], metavar="TOKENS,TOKENS",
-        help="context where the measured steps begin (128)",
-    )  # fmt: skip
-    decode.add_argument(
-        "--steps", type=positive, default=16, metavar="N", help="steps that are measured (16)"
-    )
-    prefill = works.add_parser("prefill", help="prompt tokens per second, by prompt length")
-    prefill.add_argument(
-        "--input-lens", type=positive_list, default=[64, 256], metavar="TOKENS,TOKENS",
-        help="(64,256)",
-    )  # fmt: skip
-    for parser, measure in ((offline, _offline), (decode, _decode), (prefill, _prefill)):
-        if parser is not offline:
-            parser.add_argument(
-                "--repeats", type=positive, default=3, metavar="N",
-                help="runs of which the least time counts (3)",
-            )  # fmt: skip
-        parser.add_argument(
-            "--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1.0)"
-        )
-        parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
-        add_engine_flags(parser)
-        parser.set_defaults(run=_run, measure=measure)
-
-
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     options = engine_options(args)
     if args.work == "prefill":
         options["prefix_cache"] = False  # a repeat must not find the prompt computed
@@ -106,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
         torch.set_num_threads(engine.config.num_threads)
         facts = machine_facts()
         command = shlex.join(["dovetail", *args.words])
-        for measurement in args.measure(engine, args):
+        for measurement in _MEASURES[args.work](engine, args):
             unknown = {"floor": None, "best_peer": None}
             line = {**asdict(measurement), **unknown, **facts, "command": command}
             print(json.dumps(line), flush=True)
@@ -255,13 +212,8 @@ def _what_runs(engine: Engine, args: argparse.Namespace) -> str:
     return f"{name} {engine.config.dtype}, temperature {args.temperature:g}"
 
 
-def _length_range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    lengths = positive(low), positive(high or low)
-    if lengths[0] > lengths[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} begins above its end")
-    return lengths
-
-
 def _shown(lengths: tuple[int, int]) -> str:
     return str(lengths[0]) if lengths[0] == lengths[1] else f"{lengths[0]} to {lengths[1]}"
+
+
+_MEASURES = {"offline": _offline, "decode": _decode, "prefill": _prefill}

@@ -59,18 +59,8 @@ class Finding:
     blocks: bool = False
 
 
-def add_doctor_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check whether the engine can run here",
-        description="Check this machine and environment. Exit code 0: the engine can run here.",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_run)
-
-
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     findings = list(examine())
     can_run = not any(finding.blocks for finding in findings)
     if args.json:

@@ -172,7 +172,7 @@ def _add_penalty_flags(group: "argparse._ArgumentGroup") -> None:
 
 
 def add_logprob_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that fill the logprob fields of a ``GenerateBody``."""
+    """Add the flags that fill the logprob fields of a ``/generate`` body."""
     group = parser.add_argument_group("logprobs", "with --json and --prompts; see docs/sampling.md")
     group.add_argument(
         "--top-logprobs-num", default=_UNSET, type=int, metavar="K",
@@ -214,12 +214,20 @@ def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def logprob_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the logprob fields of a ``GenerateBody`` that were given."""
+    """Return the logprob fields of a ``/generate`` body that were given."""
     names = ("top_logprobs_num", "logprob_start_len", "token_ids_logprob", "logprob_kind")
     fields = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if "token_ids_logprob" in fields:
-        fields["token_ids_logprob"] = tuple(fields["token_ids_logprob"])
+        fields["token_ids_logprob"] = list(fields["token_ids_logprob"])
     return fields
+
+
+def reply_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a ``/generate`` body that were given: what a reply should hold.
+
+    What the engine is told to capture is handed back: a command has no other use for it.
+    """
+    return logprob_fields(args) | ({"capture": args.capture} if hasattr(args, "capture") else {})
 
 
 def positive(text: str) -> int:

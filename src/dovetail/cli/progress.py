@@ -11,8 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import dovetail
+from dovetail.cli.loading import load
 from dovetail.core.client import EngineClient
-from dovetail.core.engine import Engine
 from dovetail.core.process import RemoteEngine
 
 
@@ -48,10 +49,10 @@ def loading_bar() -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def open_engine(options: dict[str, Any]) -> Iterator[Engine]:
+def open_engine(options: dict[str, Any]) -> Iterator["dovetail.Engine"]:
     """Make an engine, show how its weights load, and close it in the end."""
     with loading_bar() as on_progress:
-        engine = Engine(on_progress=on_progress, **options)
+        engine = load("dovetail.core.engine").Engine(on_progress=on_progress, **options)
     with engine:
         yield engine
 

@@ -18,7 +18,7 @@ from dovetail.errors import EngineError
 from dovetail.exec.device import Device
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.weights.refit import NamedTensors
-from dovetail.wire.request import GenerateBody, LogprobParams, Request, SamplingParams
+from dovetail.wire.request import LogprobParams, Request, SamplingParams
 from dovetail.wire.result import TokenEvent
 from dovetail.wire.status import EngineStats, Health
 
@@ -35,8 +35,13 @@ class Engine:
         on_device: for tests; None makes the one that the options name.
         options: see ``EngineOptions``.
 
-    Thread-safe. Use as a context manager or call ``close``. ``port`` is the engine under this
-    surface.
+    Thread-safe. Use as a context manager or call ``close``.
+
+    Attributes:
+        config: as decided.
+        tokenizer: of the model.
+        requests: makes requests, for ``generate_requests``.
+        port: the engine under this surface.
 
     Raises:
         ConfigError: the options or the model folder cannot be used.
@@ -58,7 +63,7 @@ class Engine:
             self.config, self.tokenizer, on_progress=on_progress, device=on_device
         )
         self._client = EngineClient(self.port, self.tokenizer)
-        self._requests = self._client.requests
+        self.requests = self._client.requests
 
     # -- whole answers -------------------------------------------------------------------
 
@@ -93,7 +98,7 @@ class Engine:
             RequestError: a prompt or parameter is wrong; nothing has been started.
             EngineClosed: the engine has been closed or has failed.
         """
-        requests = self._requests.make_all(
+        requests = self.requests.make_all(
             prompts,
             sampling_params,
             logprobs=logprobs,
@@ -101,22 +106,15 @@ class Engine:
             group=group,
             priority=priority,
         )
-        return self._finish_all(requests, on_finish)
+        return self.generate_requests(requests, on_finish=on_finish)
 
-    def generate_bodies(
+    def generate_requests(
         self,
-        bodies: Sequence[GenerateBody],
+        requests: Sequence[Request],
         *,
         on_finish: Callable[[int, list[Generation]], None] | None = None,
     ) -> list[Generation]:
-        """Generate for request bodies, each with its own parameters; see ``generate``."""
-        return self._finish_all(self._requests.make_bodies(bodies), on_finish)
-
-    def _finish_all(
-        self,
-        requests: list[Request],
-        on_finish: Callable[[int, list[Generation]], None] | None,
-    ) -> list[Generation]:
+        """Generate for requests that ``requests`` made; see ``generate``."""
         news: queue.SimpleQueue[News] = queue.SimpleQueue()
         indices = {request.request_id: index for index, request in enumerate(requests)}
         decoders = [self._client.decoder(request) for request in requests]
@@ -160,7 +158,7 @@ class Engine:
         priority: int = 0,
     ) -> list[Generation]:
         """Generate for one prompt without blocking the event loop; see ``generate``."""
-        request = self._requests.make(
+        request = self.requests.make(
             prompt,
             sampling_params,
             logprobs=logprobs,
@@ -187,7 +185,7 @@ class Engine:
         The request starts now and is aborted if the iterator is dropped. With ``n`` > 1 the
         generations' events are interleaved; ``sample_index`` tells them apart.
         """
-        request = self._requests.make(
+        request = self.requests.make(
             prompt,
             sampling_params,
             logprobs=logprobs,
@@ -227,7 +225,7 @@ class Engine:
     ) -> AsyncIterator[StreamEvent]:
         """Like ``stream``, for ``async for``; cancelling the task aborts the request."""
         return self._client.events(
-            self._requests.make(
+            self.requests.make(
                 prompt,
                 sampling_params,
                 logprobs=logprobs,

@@ -13,13 +13,7 @@ from typing import Any
 from dovetail.errors import RequestError
 from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
-from dovetail.wire.request import (
-    CaptureParams,
-    GenerateBody,
-    LogprobParams,
-    Request,
-    SamplingParams,
-)
+from dovetail.wire.request import CaptureParams, LogprobParams, Request, SamplingParams
 from dovetail.wire.validate import (
     Limits,
     validated_capture,
@@ -43,36 +37,6 @@ def capture_of(capture: Capture) -> CaptureParams:
     if isinstance(capture, str) or not hasattr(capture, "__iter__"):
         raise RequestError("capture", f"is {capture!r}; give a list of column names")
     return CaptureParams(columns=tuple(capture))
-
-
-def prompt_of(body: GenerateBody) -> Prompt:
-    """Return the one prompt of a request body.
-
-    Raises:
-        RequestError: none or several are given.
-    """
-    given = {
-        name: value
-        for name in ("text", "input_ids", "messages")
-        if (value := getattr(body, name)) is not None
-    }
-    if len(given) != 1:
-        names = " and ".join(given) or "none"
-        raise RequestError("prompt", f"give one of text, input_ids and messages; there is {names}")
-    return next(iter(given.values()))
-
-
-def logprobs_of(body: GenerateBody) -> LogprobParams | None:
-    """Return what a request body asks to be told beside text and ids; None is no logprobs."""
-    if not (body.return_logprob or body.return_sampling_mask):
-        return None
-    return LogprobParams(
-        sampling_mask=body.return_sampling_mask,
-        kind=body.logprob_kind,
-        logprob_start_len=body.logprob_start_len,
-        top_logprobs_num=body.top_logprobs_num,
-        token_ids_logprob=body.token_ids_logprob or (),
-    )
 
 
 class RequestMaker:
@@ -169,20 +133,6 @@ class RequestMaker:
             for prompt, sampling in zip(many, params, strict=True)
         ]
         return _made("prompts", makers)
-
-    def make_bodies(self, bodies: Sequence[GenerateBody]) -> list[Request]:
-        """Return a request per body; nothing is returned unless all are right."""
-        return _made("bodies", [partial(self._of_body, body) for body in bodies])
-
-    def _of_body(self, body: GenerateBody) -> Request:
-        return self.make(
-            prompt_of(body),
-            body.sampling_params,
-            logprobs=logprobs_of(body),
-            group=body.group,
-            priority=body.priority,
-            label=body.rid,
-        )
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         """Return the token ids of a prompt in any of its forms; not validated."""

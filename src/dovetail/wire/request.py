@@ -6,7 +6,7 @@ not know how a request is scheduled or which device serves it.
 Field names follow SGLang's native ``/generate`` dialect.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -104,41 +104,6 @@ class CaptureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     columns: tuple[str, ...] = ()
     start_len: int = 0
     interval: int = 0
-
-
-class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One generation as a client asks for it: a line of ``--prompts``, a ``/generate`` body.
-
-    Exactly one of ``text``, ``input_ids`` and ``messages`` is given.
-
-    Attributes:
-        text: the prompt as text.
-        input_ids: the prompt as token ids.
-        messages: a chat, rendered with the model's chat template.
-        sampling_params: see ``SamplingParams``.
-        return_logprob: include the chosen tokens' logprobs in the reply. Without it the next
-            fields have no effect, as in SGLang.
-        logprob_start_len, top_logprobs_num, token_ids_logprob, logprob_kind: see
-            ``LogprobParams``.
-        return_sampling_mask: include the tokens that each draw could have drawn, and logprobs.
-        group: a label that several requests share; they can be aborted together.
-        priority: under the ``priority`` policy, higher goes first.
-        rid: the client's own label; returned, never interpreted.
-    """
-
-    text: str | None = None
-    input_ids: tuple[int, ...] | None = None
-    messages: tuple[dict[str, Any], ...] | None = None
-    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
-    token_ids_logprob: tuple[int, ...] | None = None
-    logprob_kind: LogprobKind = "scaled"
-    return_sampling_mask: bool = False
-    group: str | None = None
-    priority: int = 0
-    rid: str | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

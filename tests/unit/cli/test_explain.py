@@ -7,7 +7,8 @@ import pytest
 from safetensors import safe_open
 
 from dovetail.cli import main
-from dovetail.cli.explain import decisions, model_facts
+from dovetail.cli.explain import decisions
+from dovetail.cli.facts import model_facts
 from dovetail.config.resolve import options_from, resolve
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.device import CpuDevice

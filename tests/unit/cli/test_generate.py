@@ -1,14 +1,19 @@
 """``dovetail generate``: lines in, lines out, each with its own parameters."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dovetail.cli import main
+from dovetail.cli.bodies import OF_HTTP, read_line
 from dovetail.core.prompts import RequestMaker
-from dovetail.wire.request import GenerateBody, LogprobParams, SamplingParams
+from dovetail.replay.records import RouteHeader, RouteTrace, from_sglang
+from dovetail.server.native_body import GenerateFields, requests_of
+from dovetail.wire.request import CaptureParams, LogprobParams
 from dovetail.wire.validate import Limits
 
 Capture = pytest.CaptureFixture[str]
@@ -98,11 +103,14 @@ def test_what_is_refused(words: list[str], message: str, capsys: Capture) -> Non
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a", "input_ids": [1]}', "line 2: prompt: give one of text"),
-        ('{"text": "a", "top_logprob_num": 1}', "line 2: Object contains unknown field"),
+        ('{"text": "a", "input_ids": [1]}', "line 2: text: give one of text"),
+        (
+            '{"text": "a", "top_logprob_num": 1}',
+            "line 2: top_logprob_num: is no field",
+        ),
         (
             '{"text": "a", "priority": "high"}',
-            "line 2: Expected `int`, got `str` - at `$.priority`",
+            "line 2: priority: expected `int`, got `str`",
         ),
         ('{"text": ', "line 2: Input data was truncated"),
         ("[]", "line 2: Expected `object`"),
@@ -125,23 +133,99 @@ def test_a_body_becomes_a_request_with_all_it_says() -> None:
     maker = RequestMaker(
         None,  # type: ignore[arg-type]  # ids need no tokenizer
         None,
-        Limits(vocab_size=100, context_len=50),
+        Limits(vocab_size=100, context_len=50, columns=("tokens", "experts")),
     )
-    body = GenerateBody(
-        input_ids=(1, 2, 3),
-        sampling_params=SamplingParams(max_new_tokens=4, sampling_seed=5),
-        return_logprob=True,
+    body = {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {"max_new_tokens": 4, "sampling_seed": 5},
+        "return_logprob": True,
+        "logprob_start_len": 1,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [7],
+        "logprob_kind": "raw",
+        "return_sampling_mask": True,
+        "capture": ["experts"],
+        "routed_experts_start_len": 2,
+        "group": "g",
+        "priority": -3,
+        "rid": "r",
+        "extra_key": "k",
+    }
+    [request] = requests_of(read_line(body, sampling={}, others={}), maker)
+    assert request.logprobs == LogprobParams(
+        kind="raw",
         logprob_start_len=1,
         top_logprobs_num=2,
         token_ids_logprob=(7,),
-        logprob_kind="raw",
-        group="g",
-        priority=-3,
-        rid="r",
+        sampling_mask=True,
     )
-    [request] = maker.make_bodies([body])
-    assert request.logprobs == LogprobParams(
-        kind="raw", logprob_start_len=1, top_logprobs_num=2, token_ids_logprob=(7,)
-    )
+    assert request.capture == CaptureParams(columns=("experts",), start_len=2)
     assert (request.group, request.priority, request.label) == ("g", -3, "r")
     assert (request.prompt_token_ids, request.seed, request.max_new_tokens) == ((1, 2, 3), 5, 4)
+    assert request.namespace
+
+
+def test_rows_come_with_the_lines_that_ask(
+    tmp_path: Path, capsys: Capture, fx_moe_folder: Path
+) -> None:
+    """Every form that the server has, and the same rows in each."""
+    file = tmp_path / "in.jsonl"
+    ids = [5, 17, 40, 8]
+    bodies = [
+        {"input_ids": ids},
+        {"input_ids": ids, "return_routed_experts": True},
+        {"input_ids": [ids, ids[:2]], "capture": ["expert_weights", "experts"], "rid": "b"},
+        {"input_ids": ids, "capture": [], "return_prompt_token_ids": True},
+    ]
+    file.write_text("\n".join(json.dumps(body) for body in bodies))
+    flags = ["--model", str(fx_moe_folder), "--capture", "experts,expert_weights", *CALM]
+    own, theirs, *batch, none = run(capsys, "--prompts", str(file), *flags)
+    token_ids = ids + own["output_ids"]
+    [trace, other] = [
+        RouteTrace.from_header(
+            msgspec.convert(reply["meta_info"]["routes"], RouteHeader),
+            base64.b64decode(reply["meta_info"]["captured"]["experts"]["data"]),
+        )
+        for reply in (own, batch[0])
+    ]
+    trace.validate(token_ids, layer_ids=(1, 2, 3), num_experts=8)
+    assert (trace.ids == other.ids).all() and trace.num_rows == 6
+    sglang = from_sglang(
+        theirs["meta_info"]["routed_experts"],
+        token_ids,
+        num_hidden_layers=4,
+        layer_ids=(1, 2, 3),
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    assert (sglang.ids == trace.ids).all() and "captured" not in theirs["meta_info"]
+    assert [reply["meta_info"]["id"] for reply in batch] == ["b_0", "b_1"]
+    assert list(batch[1]["meta_info"]["captured"]) == ["expert_weights", "experts"]
+    assert none["prompt_token_ids"] == ids
+    assert not {"captured", "routed_experts", "routes"} & set(none["meta_info"])
+    [alone] = run(capsys, "--json", "AB", *flags)
+    assert alone["meta_info"]["captured"]["experts"]["shape"] == [4, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"stream": True}, "stream: a reply is one line; leave it out"),
+        ({"capture": ["experts"], "capture_file": "x"}, "capture_file: rows come in the reply's"),
+        ({"capture": ["experts"]}, "capture: 'experts' is not captured by this engine"),
+        ({"return_routed_experts": True}, "return_routed_experts: 'experts' is not captured"),
+        ({"lora_path": "x"}, "lora_path: is not supported"),
+        ({"temperature": 0}, "temperature: is no field of a /generate body"),
+    ],
+)
+def test_what_a_line_cannot_have_is_refused_by_name(
+    line: dict[str, Any], message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps({"text": "A"} | line))
+    assert f"{file} line 1: {message}" in error_of(capsys, "--prompts", str(file))
+
+
+def test_http_alone_has_its_fields() -> None:
+    """What a line leaves out must still be a field of the server's."""
+    assert set(OF_HTTP) < set(GenerateFields.__struct_fields__)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
-from dovetail.cli.generate import read_bodies
-from dovetail.cli.main import main
+from dovetail.cli import main
+from dovetail.cli.bodies import PromptFile
 from dovetail.core.engine import Engine
 from dovetail.errors import RequestError
-from dovetail.wire.request import SamplingParams
+from dovetail.wire.request import LogprobParams, SamplingParams
 
 ROOT = Path(__file__).parents[3]
 
@@ -173,12 +173,29 @@ def test_what_a_line_leaves_open_comes_from_the_flags(tmp_path):
         {"text": "b"},
         {"text": "c", "sampling_params": None, "top_logprobs_num": 0, "return_logprob": False},
     )
-    bodies = read_bodies(Path(file), sampling=flags, others={"top_logprobs_num": 2})
-    assert list(bodies) == [1, 2, 3]
-    assert [body.top_logprobs_num for body in bodies.values()] == [2, 2, 0]
-    assert [body.return_logprob for body in bodies.values()] == [True, True, False]
-    assert bodies[1].sampling_params == SamplingParams(temperature=1.0, top_k=7)
-    assert bodies[2].sampling_params == bodies[3].sampling_params == defaults
+    calls = PromptFile(Path(file), sampling=flags, others={"top_logprobs_num": 2}).calls
+    assert list(calls) == [1, 2, 3]
+    [first, second, third] = [item for call in calls.values() for item in call.items]
+    assert first.logprobs == second.logprobs == LogprobParams(top_logprobs_num=2)
+    assert third.logprobs is None
+    assert first.sampling == SamplingParams(temperature=1.0, top_k=7)
+    assert second.sampling == third.sampling == defaults
+
+
+def test_what_a_line_leaves_open_holds_for_each_item_of_a_batch(tmp_path):
+    params = [{"top_k": 3}, None]
+    file = file_of(tmp_path, {"text": ["a", "b"], "sampling_params": params})
+    [call] = PromptFile(Path(file), sampling={"temperature": 0.5}, others={}).calls.values()
+    assert [(one.sampling.temperature, one.sampling.top_k) for one in call.items] == [
+        (0.5, 3), (0.5, -1),
+    ]  # fmt: skip
+
+
+def test_null_is_the_default_of_the_field_whatever_the_flags_say(tmp_path):
+    file = file_of(tmp_path, {"text": "a", "capture": None, "logprob_start_len": None})
+    others = {"capture": ["experts"], "logprob_start_len": 3}
+    [call] = PromptFile(Path(file), sampling={}, others=others).calls.values()
+    assert not call.wants_columns and call.items[0].logprobs == LogprobParams()
 
 
 @pytest.mark.parametrize(
@@ -188,21 +205,22 @@ def test_what_a_line_leaves_open_comes_from_the_flags(tmp_path):
         ("[]", "`object`"),
         ("{}", "there is none"),
         ('{"text": "a", "input_ids": [1]}', "text and input_ids"),
-        ('{"txt": "a"}', "`txt`"),
-        ('{"text": 1}', "$.text"),
-        ('{"text": "a", "sampling_params": {"heat": 1}}', "`heat`"),
-        ('{"text": "a", "sampling_params": {"top_k": "1"}}', "top_k"),
-        ('{"text": "a", "sampling_params": 0}', "$.sampling_params"),
-        ('{"text": "a", "sampling_params": []}', "$.sampling_params"),
-        ('{"input_ids": ["7"]}', "input_ids[0]"),
-        ("[" * 100_000, "recursion"),
+        ('{"txt": "a"}', "txt: is no field"),
+        ('{"text": 1}', "text: expected"),
+        ('{"text": "a", "sampling_params": {"heat": 1}}', "sampling_params.heat: is no sampling"),
+        ('{"text": "a", "sampling_params": {"top_k": "x"}}', "sampling_params.top_k: expected"),
+        ('{"text": "a", "sampling_params": 0}', "sampling_params: expected"),
+        ('{"text": "a", "sampling_params": []}', "sampling_params: is a list"),
+        ('{"text": "a", "sampling_params": [5]}', "sampling_params[0]: expected"),
+        ("[" * 100_000, "`object`"),
+        ('{"x": ' + "[" * 100_000, "recursion"),
         ("\ufeff", "malformed"),
     ],
 )
 def test_a_wrong_line_is_named_by_number_and_field(tmp_path, line, words):
     file = file_of(tmp_path, {"text": "fine"}, "", line)
     with pytest.raises(RequestError) as caught:
-        read_bodies(Path(file), sampling={}, others={})
+        PromptFile(Path(file), sampling={}, others={})
     assert caught.value.field == f"{file} line 3"
     assert words in str(caught.value)
 
@@ -213,6 +231,8 @@ def test_a_wrong_line_is_named_by_number_and_field(tmp_path, line, words):
         ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature: is"),
         ({"input_ids": []}, "input_ids: the prompt is empty"),
         ({"input_ids": [320]}, "input_ids: item 0 is 320"),
+        ({"input_ids": ["7"]}, "input_ids: item 0 is '7', not an integer"),
+        ({"text": ["a", ""]}, "text: in item 1 of the batch: the prompt is empty"),
         ({"text": ""}, "text: the prompt is empty"),
         ({"messages": [{"content": "hi"}]}, "messages: item 0 has no role"),
     ],

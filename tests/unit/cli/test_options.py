@@ -73,7 +73,7 @@ def test_logprob_flags() -> None:
         "top_logprobs_num": 3,
         "logprob_start_len": 0,
         "logprob_kind": "raw",
-        "token_ids_logprob": (5, 6),
+        "token_ids_logprob": [5, 6],
     }
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dovetail.core.prompts import RequestMaker, prompt_of
+from dovetail.core.prompts import RequestMaker
 from dovetail.errors import RequestError
 from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
-from dovetail.wire.request import CaptureParams, GenerateBody, SamplingParams
+from dovetail.wire.request import CaptureParams, SamplingParams
 from dovetail.wire.validate import Limits
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -165,19 +165,6 @@ def test_each_request_has_an_id_and_a_seed_of_its_own(maker):
     assert len({request.request_id for request in requests}) == 20
     assert len({request.seed for request in requests}) == 20
     assert maker.make("a", SamplingParams(sampling_seed=0)).seed == 0
-
-
-@pytest.mark.parametrize(
-    ("body", "given"),
-    [({}, "none"), ({"text": "a", "input_ids": (1,)}, "text and input_ids")],
-)
-def test_a_body_has_exactly_one_prompt(body, given):
-    with pytest.raises(RequestError, match=given):
-        prompt_of(GenerateBody(**body))
-
-
-def test_an_empty_prompt_in_a_body_is_given_all_the_same():
-    assert prompt_of(GenerateBody(text="")) == ""
 
 
 def test_without_a_template_there_is_no_chat(maker, folder):

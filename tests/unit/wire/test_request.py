@@ -2,12 +2,11 @@
 
 import math
 
-import msgspec
 import numpy as np
 import pytest
 
 from dovetail.errors import RequestError
-from dovetail.wire.request import GenerateBody, SamplingParams
+from dovetail.wire.request import SamplingParams
 from dovetail.wire.validate import (
     DEFAULT_MAX_NEW_TOKENS,
     Limits,
@@ -201,47 +200,3 @@ def test_lists_become_tuples():
 def test_the_default_length_ends_at_the_context():
     assert checked(10).max_new_tokens == DEFAULT_MAX_NEW_TOKENS
     assert checked(250).max_new_tokens == 50
-
-
-# -- bodies ---------------------------------------------------------------------------------
-
-
-def decode(line: str) -> GenerateBody:
-    return msgspec.json.decode(line, type=GenerateBody)
-
-
-def test_a_body_is_decoded_with_its_types():
-    body = decode(
-        '{"input_ids": [1, 2], "rid": "mine", "sampling_params": {"temperature": 0, "stop": ["x"]}}'
-    )
-    assert (body.input_ids, body.rid, body.text, body.messages) == ((1, 2), "mine", None, None)
-    assert (body.sampling_params.temperature, body.sampling_params.stop_strings) == (0, ("x",))
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('{"text": 5}', "$.text"),
-        ('{"text": "a", "temperature": 0}', "unknown field `temperature`"),
-        ('{"text": "a", "sampling_params": {"heat": 0}}', "unknown field `heat`"),
-        ('{"text": "a", "sampling_params": {"top_k": "5"}}', "$.sampling_params.top_k"),
-        ('{"text": "a", "sampling_params": {"max_new_tokens": "256"}}', "max_new_tokens"),
-        ('{"text": "a", "sampling_params": {"max_new_tokens": 3.5}}', "max_new_tokens"),
-        ('{"text": "a", "sampling_params": {"temperature": NaN}}', "invalid character"),
-        ('{"text": "a", "sampling_params": {"stop_token_ids": [null]}}', "stop_token_ids[0]"),
-        ('{"text": "a", "sampling_params": []}', "$.sampling_params"),
-        ('{"input_ids": [1, "7"]}', "$.input_ids[1]"),
-        ('{"input_ids": [1.5]}', "$.input_ids[0]"),
-        ('{"input_ids": [true]}', "$.input_ids[0]"),
-        ('{"messages": ["hello"]}', "$.messages[0]"),
-        ('{"text": "a", "return_logprob": 1}', "$.return_logprob"),
-        ("[]", "Expected `object`"),
-        ("", "truncated"),
-        ('{"text": "a"', "truncated"),
-        ("[" * 100_000, ""),
-    ],
-)
-def test_a_wrong_body_is_refused_by_place(line, words):
-    with pytest.raises((msgspec.DecodeError, RecursionError)) as caught:
-        decode(line)
-    assert words in str(caught.value)

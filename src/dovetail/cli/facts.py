@@ -1,0 +1,51 @@
+"""What a model is and costs, as ``dovetail config explain`` shows it. Builds it without memory."""
+
+from typing import Any
+
+import torch
+
+from dovetail.config.resolve import BYTES_PER_ELEMENT, kv_page_bytes
+from dovetail.config.schema import EngineConfig
+from dovetail.dist.comm import LocalComm
+from dovetail.models.registry import build_model
+
+
+def model_facts(config: EngineConfig) -> dict[str, Any]:
+    """Return what the model is and what it costs. Counts are of elements, sizes of bytes."""
+    model, moe = config.model, config.model.moe
+    skeleton = build_model(
+        model, dtype=getattr(torch, config.dtype), device="meta", comm=LocalComm()
+    )
+    num_params = sum(parameter.numel() for parameter in skeleton.parameters())
+    num_expert_params = sum(
+        parameter.numel() for name, parameter in skeleton.named_parameters() if ".experts." in name
+    )
+    num_idle = 0
+    if moe is not None:
+        num_idle = (
+            num_expert_params // moe.num_experts * (moe.num_experts - moe.num_experts_per_tok)
+        )
+    pool_tokens = config.num_pages * config.page_size
+    kv_token_bytes = kv_page_bytes(model, dtype=config.dtype, page_size=1, capture=config.capture)
+    return {
+        "architecture": model.architecture,
+        "num_layers": model.num_layers,
+        "num_moe_layers": 0 if moe is None else len(moe.layer_ids),
+        "num_experts": 0 if moe is None else moe.num_experts,
+        "num_experts_per_tok": 0 if moe is None else moe.num_experts_per_tok,
+        "hidden_size": model.hidden_size,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "sliding_window": model.sliding_window,
+        "eos_token_ids": list(model.eos_token_ids),
+        "num_params": num_params,
+        "num_params_per_token": num_params - num_idle,
+        "weight_bytes": num_params * BYTES_PER_ELEMENT[config.dtype],
+        "kv_token_bytes": kv_token_bytes,
+        "kv_pool_bytes": kv_token_bytes * pool_tokens,
+        "kv_pool_tokens": pool_tokens,
+        "kv_pool_contexts": round(pool_tokens / config.context_len, 2),
+    }
