@@ -79,7 +79,7 @@ def test_nothing_is_global(source: Source) -> None:
 def test_public_names_exist() -> None:
     for name in dovetail.__all__:
         assert getattr(dovetail, name) is not None
-    assert set(dovetail.__all__) <= set(dir(dovetail))
+    assert dir(dovetail) == sorted(dovetail.__all__), "and nothing that it is made of"
     with pytest.raises(AttributeError):
         _ = dovetail.no_such_name
 

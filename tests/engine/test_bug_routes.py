@@ -198,7 +198,7 @@ def test_rows_of_one_aborted_while_it_waits_for_memory_again_are_there(
 def test_a_dense_model_is_refused_by_the_name_of_the_flag(llama_folder):
     with pytest.raises(ConfigError, match=r"capture: LlamaForCausalLM is dense.*--capture"):
         make_config(llama_folder, capture=("experts",))
-    with pytest.raises(ConfigError, match=r"capture: 'routes' is no column; --capture takes expe"):
+    with pytest.raises(ConfigError, match=r"capture: 'routes' is no column; the columns are expe"):
         make_config(llama_folder, capture=("routes",))
     assert make_config(llama_folder, capture=("tokens",)).capture == ()
 

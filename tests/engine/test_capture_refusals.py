@@ -98,11 +98,12 @@ def test_the_self_test_refuses_to_serve(fault, message, monkeypatch):
 
 
 def test_the_self_test_leaves_nothing_behind():
-    with dovetail.Engine(capture=("experts",)) as engine:
+    with dovetail.Engine(capture="experts") as engine:
+        assert engine.config.capture == ("experts",)
         stats = engine.stats()
         assert stats.num_free_pages == stats.num_pages and stats.num_cached_tokens == 0
         params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
-        [with_capture] = engine.generate("KING", params, capture=("experts",))
+        [with_capture] = engine.generate("KING", params, capture="experts")
     with dovetail.Engine() as engine:
         [without] = engine.generate("KING", params)
     assert with_capture.token_ids == without.token_ids

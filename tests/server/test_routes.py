@@ -239,8 +239,10 @@ def test_openai_replies_have_the_dialect_in_both_places(moe_server, path, stream
         ({"routed_experts_start_len": 12}, "routed_experts_start_len", "0 to the length"),
         ({"routed_experts_start_len": -1}, "routed_experts_start_len", "is -1"),
         ({"return_routed_experts": "maybe"}, "return_routed_experts", "bool"),
-        ({"capture": "experts"}, "capture", "array"),
-        ({"capture": ["hidden"]}, "capture", "only tokens, experts, expert_weights"),
+        ({"capture": 5}, "capture", "array"),
+        ({"capture": "hidden"}, "capture", "the columns are tokens, experts, expert_weights"),
+        ({"capture": ["hidden"]}, "capture", "the columns are tokens, experts, expert_weights"),
+        ({"logprob_kind": "best"}, "logprob_kind", "is 'best'; legal are scaled, raw, truncated"),
     ],
 )
 def test_what_is_wrong_is_named(moe_server, fields, param, message):

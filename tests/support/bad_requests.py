@@ -171,7 +171,8 @@ BAD_REQUESTS = [
     # what this engine cannot do
     native("return_routed_experts", "start it with --capture experts", return_routed_experts=True),
     native("capture", "start it with --capture experts", capture=["experts"]),
-    native("capture", "'no such' is not captured", capture=["no such"]),
+    native("capture", "'nope' is no column; the columns are tokens", capture="nope"),
+    native("logprob_kind", "legal are scaled, raw, truncated", logprob_kind="best"),
     native("routed_experts_start_len", "legal range", routed_experts_start_len=99),
     native("routed_experts_start_len", "legal range", routed_experts_start_len=-1),
     native("capture_interval", "number of rows", capture=["tokens"], capture_interval=-1),

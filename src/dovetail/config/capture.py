@@ -11,9 +11,9 @@ import numpy as np
 
 from dovetail.config.model import ModelConfig
 from dovetail.errors import ConfigError
-from dovetail.wire.capture import expert_dtype
+from dovetail.wire.capture import COLUMNS, expert_dtype
 
-OPTIONAL_COLUMNS = ("experts", "expert_weights")
+OPTIONAL_COLUMNS = COLUMNS[1:]
 """Columns that ``capture`` may name beside ``tokens``, which every engine has."""
 
 MAX_EXPERTS = 2**16 - 1
@@ -70,7 +70,7 @@ def checked_capture(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]
     for name in sorted(asked):
         if name not in OPTIONAL_COLUMNS:
             known = ", ".join(OPTIONAL_COLUMNS)
-            raise ConfigError("capture", f"{name!r} is no column; --capture takes {known}")
+            raise ConfigError("capture", f"{name!r} is no column; the columns are {known}")
         if model.moe is None or not model.moe.layer_ids:
             raise ConfigError(
                 "capture",

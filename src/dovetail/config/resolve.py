@@ -14,6 +14,7 @@ from dovetail.config.model import ModelConfig
 from dovetail.config.payload import readout_bytes, sample_score_bytes
 from dovetail.config.schema import DTypeName, EngineConfig, EngineOptions
 from dovetail.errors import ConfigError
+from dovetail.wire.typed import field_and_message
 
 MAX_CHUNK_SIZE = 2**20
 """Buffers hold a whole chunk, whether or not one ever comes."""
@@ -123,10 +124,12 @@ def options_from(values: dict[str, object]) -> EngineOptions:
             raise ConfigError(
                 name, f"is no engine option; the options are {', '.join(sorted(known))}"
             )
+    if isinstance(values.get("capture"), str):  # the one column that most want
+        values = {**values, "capture": (values["capture"],)}
     try:
         return msgspec.convert(values, EngineOptions)
     except msgspec.ValidationError as error:
-        raise ConfigError("options", str(error)) from None
+        raise ConfigError(*field_and_message(error, EngineOptions)) from None
 
 
 def _given(options: EngineOptions, name: str) -> str:

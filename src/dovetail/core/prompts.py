@@ -27,15 +27,17 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages with role and content."""
 
 Capture = CaptureParams | Sequence[str]
-"""What to capture: names of columns, or those and more."""
+"""What to capture: the name of a column, several, or those and more."""
 
 
 def capture_of(capture: Capture) -> CaptureParams:
     """Return what a user names as parameters; not validated."""
     if isinstance(capture, CaptureParams):
         return capture
-    if isinstance(capture, str) or not hasattr(capture, "__iter__"):
-        raise RequestError("capture", f"is {capture!r}; give a list of column names")
+    if isinstance(capture, str):
+        return CaptureParams(columns=(capture,))
+    if not hasattr(capture, "__iter__"):
+        raise RequestError("capture", f"is {capture!r}; give names of columns")
     return CaptureParams(columns=tuple(capture))
 
 

@@ -75,7 +75,7 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
     return_sampling_mask: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
-    capture: tuple[str, ...] = ()
+    capture: str | tuple[str, ...] = ()
     capture_interval: int = 0
     capture_file: str | None = None
     return_text_in_logprobs: bool = False
@@ -141,7 +141,8 @@ def read_call(raw: dict[str, Any], *, max_prompts: int) -> Call:
         for i, one in enumerate(params)
     ]
     samples = {one.n for one in sampling}
-    if fields.capture_file is not None and not fields.capture:
+    columns = (fields.capture,) if isinstance(fields.capture, str) else fields.capture
+    if fields.capture_file is not None and not columns:
         raise RequestError("capture_file", "takes the columns that capture names; there are none")
     return Call(
         items=[
@@ -157,11 +158,11 @@ def read_call(raw: dict[str, Any], *, max_prompts: int) -> Call:
         return_prompt_token_ids=fields.return_prompt_token_ids,
         return_routed_experts=fields.return_routed_experts,
         capture=CaptureParams(
-            columns=fields.capture + (("experts",) if fields.return_routed_experts else ()),
+            columns=columns + (("experts",) if fields.return_routed_experts else ()),
             start_len=fields.routed_experts_start_len,
             interval=fields.capture_interval,
         ),
-        wants_columns=bool(fields.capture),
+        wants_columns=bool(columns),
         capture_file=fields.capture_file,
         group=fields.group,
         priority=fields.priority,

@@ -1,10 +1,12 @@
 """A server's life: from a bound socket to its last answer.
 
 Owns signals and the order of ending: nothing new starts, the engine aborts what is open, each
-client gets its last answer, the engine ends. All of it within seconds.
+client gets its last answer, the engine ends. All of it within seconds. An engine that has died ends
+its server in the same order.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -23,6 +25,11 @@ from dovetail.server.settings import ServerSettings
 
 BACKLOG = 2048
 EXIT_INTERRUPTED = 130
+EXIT_ENGINE_DIED = 1
+LOOK_S = 0.25
+"""How often the engine is looked at."""
+_LOG = logging.getLogger(__name__)
+
 THREADS_S = 0.5
 """How long bodies that are being read on threads may hold up the end."""
 
@@ -94,6 +101,7 @@ class HttpServer:
         )
         self._drain_s = settings.drain_s
         self._signal = 0
+        self._has_died = False
         self._closer = ThreadPoolExecutor(1)  # its own: those of bodies may all be busy
         self._overtime = threading.Timer(THREADS_S, lambda: os._exit(self._exit_code))
         self._overtime.daemon = True
@@ -101,7 +109,7 @@ class HttpServer:
         self._patience: asyncio.Task[None] | None = None
 
     def run(self) -> int:
-        """Serve; return the exit code. Call it on the main thread.
+        """Serve; return the exit code, which is 1 if the engine died. Call it on the main thread.
 
         Raises:
             ConfigError: another server took the port since it was bound.
@@ -122,6 +130,8 @@ class HttpServer:
 
     @property
     def _exit_code(self) -> int:
+        if self._has_died:
+            return EXIT_ENGINE_DIED
         return EXIT_INTERRUPTED if self._signal == signal.SIGINT else 0
 
     @asynccontextmanager
@@ -130,11 +140,28 @@ class HttpServer:
         # They take the place of uvicorn's, which would raise the signal again in the end.
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        watch = asyncio.create_task(self._watch_engine())
         self._on_ready()
         try:
             yield
         finally:
+            watch.cancel()
             await self._end()
+
+    async def _watch_engine(self) -> None:
+        """End the server when its engine has died: whoever watches the process starts another.
+
+        By then each open request has got its error from the engine's client.
+        """
+        while not self._signal:
+            health = self._client.health()
+            if health.state == "dead":
+                self._has_died = True
+                _LOG.error("the engine has died, and the server ends: %s", health.reason)
+                self._end()
+                self._server.should_exit = True
+                return
+            await asyncio.sleep(LOOK_S)
 
     def _on_signal(self, number: int) -> None:
         if self._signal:  # the second one: at once; the engine sees that it is alone, and ends

@@ -11,6 +11,9 @@ import numpy as np
 
 from dovetail.wire.tensor import TensorEnvelope
 
+COLUMNS = ("tokens", "experts", "expert_weights")
+"""Every column there is; an engine always has the first."""
+
 MAX_BYTE_EXPERTS = 255
 """Up to so many experts an id is a byte: one value must be left that is no id."""
 

@@ -1,7 +1,7 @@
-"""From plain JSON values to typed structs, with errors that name the field at fault."""
+"""From plain values to typed structs, with errors that name the field and what is legal."""
 
 import re
-from typing import TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -10,26 +10,45 @@ from dovetail.errors import RequestError
 T = TypeVar("T")
 
 
-def typed(raw: object, kind: type[T], *, prefix: str = "") -> T:
-    """Return ``raw`` as a struct; numbers may come as strings, as some clients send them.
+def typed(raw: object, kind: type[T], *, prefix: str = "", strict: bool = False) -> T:
+    """Return ``raw`` as a struct.
+
+    Args:
+        raw: what was given, by name.
+        kind: of the struct.
+        prefix: of the fields' names in errors.
+        strict: take no numbers as strings, which some clients send.
 
     Raises:
-        RequestError: names the field, under ``prefix``.
+        RequestError: names the field.
     """
     try:
-        return msgspec.convert(raw, kind, strict=False, str_keys=True)
-    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
-        field, message = _field_and_message(str(error))
+        return msgspec.convert(raw, kind, strict=strict, str_keys=not strict)
+    except (msgspec.ValidationError, TypeError, RecursionError, OverflowError) as error:
+        field, message = field_and_message(error, kind)
         field = ".".join(part for part in (prefix, field) if part) or "body"
         raise RequestError(field, message) from None
 
 
-def _field_and_message(text: str) -> tuple[str, str]:
-    """Split what msgspec says: it names the place last, or a missing field in the sentence."""
-    message, _, place = text.partition(" - at `")
+def field_and_message(error: Exception, kind: type[Any]) -> tuple[str, str]:
+    """Split what msgspec says of a struct: it names the place last, or a missing field within.
+
+    The legal values of a field that has few are added.
+    """
+    message, _, place = str(error).partition(" - at `")
     path = place.removeprefix("key` in `").rstrip("`").removeprefix("$").removeprefix(".")
     path = path.replace("[...]", "")
     missing = re.match(r"Object missing required field `(\w+)`", message)
     if missing:
         return f"{path}.{missing[1]}".removeprefix("."), "is missing"
+    wrong = re.fullmatch("Invalid enum value (.*)", message)
+    if wrong:
+        legal = _literals(get_type_hints(kind).get(path))
+        return path, f"is {wrong[1]}; legal are {', '.join(legal)}"
     return path, message[:1].lower() + message[1:]
+
+
+def _literals(hint: object) -> list[str]:
+    if get_origin(hint) is Literal:
+        return [str(value) for value in get_args(hint)]
+    return [value for part in get_args(hint) for value in _literals(part)]

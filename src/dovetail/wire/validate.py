@@ -12,7 +12,9 @@ from typing import SupportsIndex
 import msgspec
 
 from dovetail.errors import RequestError
+from dovetail.wire.capture import COLUMNS
 from dovetail.wire.request import CaptureParams, LogprobParams, SamplingParams
+from dovetail.wire.typed import typed
 
 MAX_SEED = 2**64 - 1
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -96,11 +98,9 @@ def validated_sampling(
     """
     if type(sampling) is not SamplingParams:
         raise RequestError("sampling_params", "must be a dovetail.SamplingParams")
-    try:
-        # msgspec checks types only when it decodes, so what Python code built is decoded once.
-        sampling = msgspec.convert(msgspec.structs.asdict(sampling), SamplingParams)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
-        raise RequestError("sampling_params", str(error)) from None
+    # msgspec checks types only when it decodes, so what Python code built is decoded once.
+    fields = msgspec.structs.asdict(sampling)
+    sampling = typed(fields, SamplingParams, prefix="sampling_params", strict=True)
     _check_numbers(sampling)
     _check_stops(sampling, limits)
     _check_biases(sampling, limits)
@@ -124,10 +124,8 @@ def validated_logprobs(
     """
     if type(logprobs) is not LogprobParams:
         raise RequestError("logprobs", "must be a dovetail.LogprobParams")
-    try:
-        logprobs = msgspec.convert(msgspec.structs.asdict(logprobs), LogprobParams)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
-        raise RequestError("logprobs", str(error)) from None
+    fields = msgspec.structs.asdict(logprobs)
+    logprobs = typed(fields, LogprobParams, prefix="logprobs", strict=True)
     if not -1 <= logprobs.logprob_start_len <= prompt_len:
         raise RequestError(
             "logprob_start_len",
@@ -160,11 +158,13 @@ def validated_capture(capture: CaptureParams, *, prompt_len: int, limits: Limits
     Raises:
         RequestError: names the field and the fix.
     """
-    try:
-        capture = msgspec.convert(msgspec.structs.asdict(capture), CaptureParams)
-    except msgspec.ValidationError as error:
-        raise RequestError("capture", str(error)) from None
+    fields = msgspec.structs.asdict(capture)
+    capture = typed(fields, CaptureParams, prefix="capture", strict=True)
     for name in capture.columns:
+        if name not in COLUMNS:
+            raise RequestError(
+                "capture", f"{name!r} is no column; the columns are {', '.join(COLUMNS)}"
+            )
         if name not in limits.columns:
             raise RequestError(
                 "capture",
@@ -204,11 +204,12 @@ def validated_label(field: str, label: str | None) -> str | None:
 
 
 def _check_numbers(sampling: SamplingParams) -> None:
-    _check_number("temperature", sampling.temperature, low=0.0, high=MAX_TEMPERATURE)
-    if 0 < sampling.temperature < MIN_TEMPERATURE:
+    temperature = sampling.temperature
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise RequestError(
             "sampling_params.temperature",
-            f"is {sampling.temperature}; give 0 for greedy decoding or at least {MIN_TEMPERATURE}",
+            f"is {temperature}; the legal range is {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, "
+            "or 0 for greedy decoding",
         )
     _check_number("top_p", sampling.top_p, low=0.0, high=1.0, open_low=True)
     _check_number("min_p", sampling.min_p, low=0.0, high=1.0)

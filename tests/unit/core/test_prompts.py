@@ -140,18 +140,19 @@ def test_an_unknown_column_is_refused_and_a_doubled_one_is_one(maker):
         RequestError, match=r"capture: 'experts' is not captured .*--capture experts"
     ):
         maker.make("a", None, capture=("tokens", "experts"))
-    assert maker.make("a", None, capture=("tokens", "tokens")).capture.columns == ("tokens",)
+    for asked in ("tokens", ("tokens", "tokens")):
+        assert maker.make("a", None, capture=asked).capture.columns == ("tokens",)
 
 
 @pytest.mark.parametrize(
     ("capture", "message"),
     [
-        ("tokens", r"capture: is 'tokens'; give a list"),
-        (3, r"capture: is 3; give a list"),
-        ((3,), r"capture: Expected `str`, got `int`"),
+        ("nope", r"capture: 'nope' is no column; the columns are tokens, experts, expert_weights"),
+        (3, r"capture: is 3; give names"),
+        ((3,), r"capture.columns\[0\]: expected `str`, got `int`"),
         (CaptureParams(columns=("tokens",), start_len=5), r"capture.start_len: is 5; .* 0 to .* 4"),
         (CaptureParams(columns=("tokens",), start_len=-1), r"capture.start_len: is -1"),
-        (CaptureParams(columns=("tokens",), start_len=1.5), r"capture: Expected `int`"),
+        (CaptureParams(columns=("tokens",), start_len=1.5), r"capture.start_len: expected `int`"),
         (CaptureParams(columns=("tokens",), interval=-2), r"capture.interval: is -2"),
     ],
 )

@@ -95,11 +95,11 @@ def test_a_prompt_as_long_as_the_context_can_be_scored_and_nothing_else():
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("temperature", -0.1, "[0, 10000]"),
+        ("temperature", -0.1, "is 0.0001 to 10000, or 0 for greedy decoding"),
         ("temperature", NAN, "is nan"),
         ("temperature", INF, "is inf"),
-        ("temperature", 1e5, "[0, 10000]"),
-        ("temperature", 1e-5, "give 0 for greedy decoding"),
+        ("temperature", 1e5, "is 0.0001 to 10000, or 0 for greedy decoding"),
+        ("temperature", 1e-5, "is 0.0001 to 10000, or 0 for greedy decoding"),
         ("temperature", "1", "got `str`"),
         ("temperature", None, "got `null`"),
         ("temperature", True, "got `bool`"),
