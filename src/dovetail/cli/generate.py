@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-import msgspec
-
 import dovetail
 from dovetail.cli.bodies import PromptFile, read_line
 from dovetail.cli.options import (
@@ -23,6 +21,7 @@ from dovetail.cli.options import (
 from dovetail.cli.progress import open_engine, progress_bar
 from dovetail.core.generation import Generation
 from dovetail.core.prompts import Prompt
+from dovetail.core.routes import JSON
 from dovetail.errors import RequestError
 from dovetail.server.native_body import Call, requests_of
 from dovetail.server.native_reply import ReplyMaker
@@ -108,7 +107,7 @@ def _print_replies(
                 maker, index, request = places[next_place]
                 for generation in waiting.pop(next_place):
                     reply = maker.whole(index, request, generation)
-                    file.write(msgspec.json.encode(reply).decode() + "\n")
+                    file.write(JSON.encode(reply).decode() + "\n")
                 file.flush()
                 next_place += 1
 

@@ -48,8 +48,8 @@ class RoutesAsked(msgspec.Struct, frozen=True, kw_only=True):
     place: Callable[[Columns], Placement] | None = None
 
 
-def sglang_rows(routes: RouteTrace, *, num_layers: int, total_len: int) -> str:
-    """Return rows in SGLang's form: base64 of little-endian int32 [rows, layers, k], C order.
+def sglang_rows(routes: RouteTrace, *, num_layers: int, total_len: int) -> NDArray[np.int32]:
+    """Return rows in SGLang's form, int32 [rows, layers, k]; ``JSON`` and ``MSGPACK`` write base64.
 
     Dense layers hold 0, as they do there and nowhere else. There is a row for each position from
     the trace's start to ``total_len - 2``: the last token's is left out even where nothing was
@@ -62,8 +62,26 @@ def sglang_rows(routes: RouteTrace, *, num_layers: int, total_len: int) -> str:
     """
     num_rows = min(routes.num_rows, max(total_len - 1 - routes.start, 0))
     rows = np.zeros((num_rows, num_layers, routes.num_experts_per_tok), dtype="<i4")
-    rows[:, list(routes.layer_ids)] = routes.ids[:num_rows]
-    return base64.b64encode(rows.tobytes()).decode("ascii")
+    layers: list[int] | slice = list(routes.layer_ids)
+    if layers == list(range(layers[0], layers[-1] + 1)):
+        layers = slice(layers[0], layers[-1] + 1)  # a fifth of the time of a list
+    rows[:, layers] = routes.ids[:num_rows]
+    return rows
+
+
+def _base64_of(rows: NDArray[np.int32]) -> str:
+    """Return SGLang's rows as text, which they are in msgpack too."""
+    return base64.b64encode(_view(rows)).decode("ascii")
+
+
+def _view(rows: NDArray[np.generic]) -> memoryview:
+    """Return the bytes of an array, without a copy if it is in C order."""
+    return np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+
+
+JSON = msgspec.json.Encoder(enc_hook=_view)  # writes bytes as base64, in one pass
+MSGPACK = msgspec.msgpack.Encoder(enc_hook=_base64_of)
+"""The encoders of replies with rows. What they do not know is an array of SGLang's."""
 
 
 def own_rows(
@@ -80,7 +98,7 @@ def own_rows(
         if offsets:
             reply[name] = head | {"offset": offsets[name], "nbytes": rows.nbytes}
         else:
-            reply[name] = head | {"data": rows.tobytes()}
+            reply[name] = head | {"data": _view(rows)}
     return reply
 
 

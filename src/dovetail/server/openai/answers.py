@@ -8,12 +8,14 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
-import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.core.generation import Generation, StreamEvent
-from dovetail.core.routes import sglang_rows
+from dovetail.core.routes import JSON, sglang_rows
 from dovetail.replay.records import RouteTrace
 from dovetail.server.body import off_loop
 from dovetail.server.errors import generation_error
@@ -23,6 +25,9 @@ from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason
 
 _CHOICE_BYTES_PER_TOKEN = 120
+
+Rows = NDArray[np.int32]
+"""Expert rows in SGLang's form."""
 
 
 class Choices(Protocol):
@@ -103,13 +108,27 @@ class Answers:
                 choice = self._choices.part((index, event.sample_index), request, event)
                 if not choice:
                     continue
-                rows = self._rows(request, event.routes, num_tokens[place])
-                whole = _choice(place, choice, event.finish_reason) | _meta_of(rows)
-                yield self._event([whole], usage, rows if place == 0 else None)
+                whole = _choice(place, choice, event.finish_reason)
+                size = 0 if event.routes is None else event.routes.ids.nbytes
+                news = place, whole, request, event.routes, num_tokens[place], usage
+                yield await off_loop(size, partial(self._part, *news))
         if self._options.include_usage:
             yield self._event([], usage)
 
-    def _rows(self, request: Request, routes: RouteTrace | None, num_tokens: int) -> str | None:
+    def _part(
+        self,
+        place: int,
+        choice: dict[str, Any],
+        request: Request,
+        routes: RouteTrace | None,
+        num_tokens: int,
+        usage: "_RunningUsage",
+    ) -> bytes:
+        """Return the data of an event of one choice, with its rows if it has ended."""
+        rows = self._rows(request, routes, num_tokens)
+        return self._event([choice | _meta_of(rows)], usage, rows if place == 0 else None)
+
+    def _rows(self, request: Request, routes: RouteTrace | None, num_tokens: int) -> Rows | None:
         """Return the expert rows of a generation that has ended, if there are any."""
         if routes is None:
             return None
@@ -120,20 +139,20 @@ class Answers:
         )
 
     def _event(
-        self, choices: list[dict[str, Any]], usage: "_RunningUsage", rows: str | None = None
+        self, choices: list[dict[str, Any]], usage: "_RunningUsage", rows: Rows | None = None
     ) -> bytes:
         event = {"object": self._choices.part_kind} | self._head | {"choices": choices}
         event |= _extension_of(rows)
         if self._options.include_usage or self._options.continuous_usage_stats:
             is_told = self._options.continuous_usage_stats or not choices
             event["usage"] = usage.value() if is_told else None
-        return msgspec.json.encode(event)
+        return JSON.encode(event)
 
     def _encode(self, answers: list[list[Generation]]) -> bytes:
         choices: list[dict[str, Any]] = []
         usage = _RunningUsage(self._requests)
         versions: list[str] = []
-        first_rows: str | None = None
+        first_rows: Rows | None = None
         for index, (request, generations) in enumerate(zip(self._requests, answers, strict=True)):
             for generation in generations:
                 place = self._first_of[index] + generation.sample_index
@@ -145,7 +164,7 @@ class Answers:
                     index, generation.usage.completion_tokens, generation.usage.cached_tokens
                 )
                 versions += [str(version) for version in generation.weight_versions[-1:]]
-        return msgspec.json.encode(
+        return JSON.encode(
             {"object": self._choices.kind}
             | self._head
             | {
@@ -184,11 +203,11 @@ class _RunningUsage:
         }
 
 
-def _meta_of(rows: str | None) -> dict[str, Any]:
+def _meta_of(rows: Rows | None) -> dict[str, Any]:
     return {} if rows is None else {"meta_info": {"routed_experts": rows}}
 
 
-def _extension_of(rows: str | None) -> dict[str, Any]:
+def _extension_of(rows: Rows | None) -> dict[str, Any]:
     """Return SGLang's extension of a reply, which has room for one choice's rows: the first's."""
     return {} if rows is None else {"sglext": {"routed_experts": rows}}
 
