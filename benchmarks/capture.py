@@ -8,6 +8,7 @@
 3. The packing of a step's rows (256 tokens x 40 layers x 8, with locations) beside their copy.
 4. The time between tokens of eight streams while a long request ends, whose rows are returned or
    not: a random model of 8 layers and 48 experts a token, so that a row takes 384 bytes.
+5. From a generation's end to an array in another process: see ``capture_transport.py``.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
+from capture_transport import transport
 from common import describe_run
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
@@ -60,6 +62,7 @@ def main() -> None:
         *payload(),
         *snapshot(),
         *bystanders(args.long_len, args.rounds),
+        *transport(args.rounds),
     ]
     run = describe_run(sys.argv, "transformers")
     text = "\n".join(json.dumps({"floor": None, **line, **run}) for line in lines)
