@@ -3,9 +3,9 @@
     python benchmarks/capture_transport.py [--rounds N] [--output FILE.jsonl]
 
 The server is the real one, but for its engine: a port that answers each request at once with the
-rows of 32,768 tokens x 48 layers x 8. A client in a process of its own asks in each form in turn and
-decodes what comes to an array. Time counts from the engine's last event; CPU time is that of both
-processes, from sending the request on.
+rows of 32,768 tokens x 48 layers x 8. A client in a process of its own asks in each form in turn
+and decodes what comes to an array. Time counts from the engine's last event; CPU time is that of
+both processes, from sending the request on.
 """
 
 import argparse
