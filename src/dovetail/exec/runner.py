@@ -44,7 +44,8 @@ class StepRunner:
         self._state = DeviceState(config, device)
         self._inputs = StepInputs(config.max_running)
         self._scratch = Scratch()
-        self._scores = ScoreWriter(model, self._state.sampling)
+        sampling = self._state.sampling
+        self._scores = ScoreWriter(model, sampling.columns, sampling.report_ids)
         self._rows = StepRows(
             {name: config.columns[name] for name in config.capture},
             config.max_step_tokens,
@@ -215,8 +216,8 @@ class StepRunner:
         self, step: ScoredStep, layout: PayloadLayout, payload: Bytes, result: NDArray[np.int32]
     ) -> None:
         status_R = self._packed(result)[2]
-        for row in self._scores.write(step, layout, HostPayload(payload)):
-            if status_R[row] == RowStatus.OK:
+        for row, is_too_large in self._scores.write(step, layout, HostPayload(payload)):
+            if is_too_large and status_R[row] == RowStatus.OK:
                 status_R[row] = RowStatus.LARGE_SUPPORT
 
     def _slots_of(self, slot: int, num_tokens: int) -> NDArray[np.int64]:

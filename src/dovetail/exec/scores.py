@@ -7,6 +7,7 @@ Shape legend: R rows, T tokens, P positions, B positions of a block, M model dim
 J asked ids, K likeliest ids.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,6 @@ from dovetail.exec.readback import Bytes, PayloadLayout, PayloadSlice, ScoreSlic
 from dovetail.kernels import api
 from dovetail.models.causal_lm import CausalLM
 from dovetail.sampling.masks import Support, support_of
-from dovetail.sampling.state import SamplingState
 from dovetail.sched.plan import LogprobKindId
 
 HEAD_BLOCK = 64
@@ -69,25 +69,42 @@ class ScoredStep:
 
 
 class ScoreWriter:
-    """Writes the scores of steps; one for each executor. ``params`` says how each slot samples."""
+    """Writes the scores of steps, and waits for nothing; one for each executor.
 
-    def __init__(self, model: CausalLM, params: SamplingState) -> None:
+    Args:
+        model: whose head scores prompts.
+        columns: how each slot samples, on the host; see ``SamplingState``.
+        report_ids: from a slot and a count to so many ids whose logprobs its request asks for,
+            int64, on the device.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        columns: Mapping[str, NDArray[np.generic]],
+        report_ids: Callable[[int, int], Tensor],
+    ) -> None:
         self._model = model
-        self._params = params
+        self._columns = columns
+        self._report_ids = report_ids
 
-    def write(self, step: ScoredStep, layout: PayloadLayout, payload: Payload) -> tuple[int, ...]:
+    def write(
+        self, step: ScoredStep, layout: PayloadLayout, payload: Payload
+    ) -> list[tuple[int, Tensor]]:
         """Write all scores of a step.
 
         Returns:
-            The rows whose draw has a support that is larger than the mask that was asked for.
+            For each row that asked for a mask, whether the support of its draw is larger than that:
+            bool [], on the device.
         """
-        num_scored, too_large = 0, []
+        num_scored, masked = 0, list[tuple[int, Tensor]]()
         for slices in layout.scores:
             score, slot = slices.score, int(step.slot_R[slices.score.row])
-            ids_J = self._params.report_ids(slot, score.num_ids).to(step.hidden_TM.device)
+            ids_J = self._report_ids(slot, score.num_ids)
             if not score.is_prompt:
-                if not self._write_draw(step, slices, payload, slot, ids_J):
-                    too_large.append(score.row)
+                is_too_large = self._write_draw(step, slices, payload, slot, ids_J)
+                if is_too_large is not None:
+                    masked.append((score.row, is_too_large))
                 continue
             first = int(step.first_token_R[score.row]) + score.first
             self._score_prompt(
@@ -99,27 +116,26 @@ class ScoreWriter:
                 ids_J=ids_J,
             )
             num_scored += score.count
-        return tuple(too_large)
+        return masked
 
     def _write_draw(
         self, step: ScoredStep, slices: ScoreSlices, payload: Payload, slot: int, ids_J: Tensor
-    ) -> bool:
-        """Write what is asked for of a sampled token; False if its support is too large."""
+    ) -> Tensor | None:
+        """Write what is asked for of a sampled token; whether its mask is too large, if any."""
         draws, index = step.draws, int(step.draw_of_row_R[slices.score.row])
         assert draws is not None
         logits_1V, total_1 = draws.reported_NV[index, None], draws.log_total_N[index, None]
         _write_alternatives(slices, payload, 0, logits_1V, total_1, ids_J)
         if not slices.score.max_mask:
-            return True
-        is_greedy = self._params.columns["temperature"][slot] == 0
-        support = support_of(draws, index, is_greedy=bool(is_greedy))
+            return None
+        is_greedy = bool(self._columns["temperature"][slot] == 0)
+        support = support_of(draws, index, is_greedy=is_greedy, max_ids=slices.score.max_mask)
         return _write_mask(slices, payload, support)
 
     def _prompt_divisor(self, slot: int) -> float:
         """Return what the slot's logits are divided by when its prompt is scored."""
-        columns = self._params.columns
-        is_scaled = columns["logprob_kind"][slot] == LogprobKindId.SCALED
-        return float(columns["temperature"][slot] or 1.0) if is_scaled else 1.0
+        is_scaled = self._columns["logprob_kind"][slot] == LogprobKindId.SCALED
+        return float(self._columns["temperature"][slot]) or 1.0 if is_scaled else 1.0
 
     def _score_prompt(
         self,
@@ -141,16 +157,14 @@ class ScoreWriter:
             _write_alternatives(slices, payload, begin, logits_BV, log_total_B, ids_J)
 
 
-def _write_mask(slices: ScoreSlices, payload: Payload, support: Support) -> bool:
-    """Write the support of a draw; False if it has too many ids."""
-    num_ids = len(support.ids_S)
-    if num_ids > slices.score.max_mask:
-        payload.put(slices.mask, torch.zeros(1, dtype=torch.int32))
-        return False
-    logprob_bits = int(np.float32(support.logprob).view(np.int32))
-    payload.put(slices.mask, torch.tensor([num_ids, logprob_bits], dtype=torch.int32))
+def _write_mask(slices: ScoreSlices, payload: Payload, support: Support) -> Tensor:
+    """Write the support of a draw, or that it has no ids if it has too many; return which."""
+    is_too_large = support.num_ids > slices.score.max_mask
+    num_ids = torch.where(is_too_large, 0, support.num_ids).to(torch.int32)
+    head = torch.stack((num_ids, support.logprob.view(torch.int32)))
+    payload.put(slices.mask, head)
     payload.put(slices.mask, support.ids_S, at=MASK_HEAD_WORDS)
-    return True
+    return is_too_large
 
 
 def _write_alternatives(
