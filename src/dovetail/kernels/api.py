@@ -315,6 +315,36 @@ def penalize(
     )
 
 
+def penalize_counted(
+    logits_NV: Tensor,
+    *,
+    occurs_NV: Tensor,
+    num_drawn_NV: Tensor,
+    repetition_N: Tensor,
+    frequency_N: Tensor,
+    presence_N: Tensor,
+) -> Tensor:
+    """Do what ``penalize`` does where the tokens so far have been counted.
+
+    Args:
+        logits_NV: float32.
+        occurs_NV: bool, the token is in prompt or output.
+        num_drawn_NV: float32, how often it is in the output.
+        repetition_N, frequency_N, presence_N: as for ``penalize``.
+
+    Returns:
+        [N, V].
+    """
+    return sampling.penalize_counted(
+        logits_NV,
+        occurs_NV=occurs_NV,
+        num_drawn_NV=num_drawn_NV,
+        repetition_N=repetition_N,
+        frequency_N=frequency_N,
+        presence_N=presence_N,
+    )
+
+
 def add_bias(logits_NV: Tensor, *, row_B: Tensor, token_B: Tensor, value_B: Tensor) -> Tensor:
     """Add numbers to single logits; -inf forbids a token.
 
@@ -328,6 +358,22 @@ def add_bias(logits_NV: Tensor, *, row_B: Tensor, token_B: Tensor, value_B: Tens
         [N, V].
     """
     return sampling.add_bias(logits_NV, row_B=row_B, token_B=token_B, value_B=value_B)
+
+
+def support_mask(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
+    """Return which tokens truncation leaves; see ``sample``, whose truncation this is.
+
+    Top-p leaves at least one token.
+
+    Args:
+        scaled_NV: float32, logits divided by the temperature.
+        top_k_N: integers, 0 keeps all.
+        top_p_N, min_p_N: float32.
+
+    Returns:
+        bool [N, V].
+    """
+    return sampling.support_mask(scaled_NV, top_k_N=top_k_N, top_p_N=top_p_N, min_p_N=min_p_N)
 
 
 def sample_greedy(logits_NV: Tensor) -> Draws:

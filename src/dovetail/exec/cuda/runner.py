@@ -2,14 +2,13 @@
 
 Owns the device memory (KV, slot state, inputs) and is its only writer. Every method runs as work of
 the compute lane, so in order, and launches without waiting; what the host must know it takes from
-the plan. Only steps that need more than the plain draw read lengths back.
+the plan.
 
-Shape legend: T tokens, R rows, N rows that sample, M model dim, V vocabulary.
+Shape legend: T tokens, R rows, M model dim, V vocabulary.
 """
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.attention.backend import ForwardContext
@@ -18,6 +17,7 @@ from dovetail.capture.direct import DirectRecorder
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.cuda.graphs import StepGraphs
 from dovetail.exec.cuda.pack import pack
+from dovetail.exec.cuda.shaped import ShapedDraws
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors, step_shape
 from dovetail.exec.cuda.tenants import Tenants
 from dovetail.exec.cuda.unpack import Unpacker
@@ -29,7 +29,6 @@ from dovetail.exec.scores import ScoredStep, ScoreWriter
 from dovetail.kernels import api
 from dovetail.kernels.backend import Kernels, PlainDraws, QueryTiles, WorkItems
 from dovetail.models.causal_lm import CausalLM
-from dovetail.sampling.sampler import History, draw
 from dovetail.sched.plan import RowStatus, StepPlan
 
 
@@ -71,7 +70,14 @@ class CudaRunner:
             config, where, tile_tokens=self._tile_tokens, sink=self._kv.sidecars["tokens"].sink
         )
         self._tenants = Tenants(config)
-        self._scores = ScoreWriter(model, self._tenants.params)
+        self._scores = ScoreWriter(model, self._tenants.params.columns, self._slots.report_ids)
+        self._shaped = ShapedDraws(
+            slots=self._slots,
+            inputs=self._inputs,
+            tokens_C=self._kv.sidecars["tokens"].rows,
+            page_size=config.page_size,
+            kernels=kernels,
+        )
         self._unpacker = Unpacker(
             schema=packet_schema(config),
             slots=self._slots,
@@ -114,13 +120,15 @@ class CudaRunner:
             forwarded = self.forward(shape)
         else:
             forwarded = self._graphs.replay(padded)
-        draws = None
-        if not self._tenants.draws_plainly(plan):
-            draws = self._draw(plan, forwarded)
+        draws, shaping = None, self._tenants.shaping(plan)
+        if shaping is not None:
+            draws = self._shaped.draw(forwarded.logits_RV[: len(plan.rows)], shaping)
         pack(
             self._inputs,
             self._slots,
-            forwarded.draws if draws is None else _by_row(draws, plan, forwarded.draws),
+            forwarded.draws
+            if draws is None
+            else PlainDraws(draws.ids_N, draws.logprobs_N, draws.status_N, draws.log_total_N),
             forwarded.is_spoilt_T,
             result,
             num_rows=len(plan.rows),
@@ -182,35 +190,6 @@ class CudaRunner:
             if len(queries.tiles_N4)
         ]
 
-    def _draw(self, plan: StepPlan, forwarded: Forwarded) -> api.Draws | None:
-        """Draw for the rows that sample, with all that may shape a draw; waits for lengths."""
-        rows = np.flatnonzero(plan.rows.samples)
-        if not len(rows):
-            return None
-        slots = plan.rows.slot[rows].astype(np.int64)
-        ends = self._inputs.end_R[: len(plan.rows)].cpu().numpy()[rows]
-        return draw(
-            self._tenants.params,
-            forwarded.logits_RV[self._indices(rows)],
-            slots_N=slots,
-            positions_N=ends,
-            read_history=lambda chosen: self._history(slots[chosen], ends[chosen], chosen),
-        )
-
-    def _history(
-        self, slots: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
-    ) -> History:
-        """Return all tokens so far of some sampling rows, from the token sidecar."""
-        places = [self._slots_of(slot, end) for slot, end in zip(slots, ends, strict=True)]
-        prompt_lens = self._tenants.params.columns["prompt_len"][slots]
-        is_output = [np.arange(end) >= n for end, n in zip(ends, prompt_lens, strict=True)]
-        where = self._inputs.end_R.device
-        return History(
-            row_S=self._indices(np.repeat(rows, ends)),
-            token_S=self._rows_at("tokens", torch.cat(places)).long(),
-            is_output_S=torch.from_numpy(np.concatenate(is_output)).to(where),
-        )
-
     def _write_scores(
         self,
         plan: StepPlan,
@@ -227,13 +206,13 @@ class CudaRunner:
             slot_R=plan.rows.slot,
             targets=self._inputs.targets_T,
             draws=draws,
-            draw_of_row_R=np.cumsum(plan.rows.samples) - 1,
+            draw_of_row_R=np.arange(len(width)),
         )
         words = result.view(torch.int32)[: RESULT_WORDS * self._config.max_running]
         status_R = words.view(RESULT_WORDS, -1)[2]
-        for row in self._scores.write(step, layout, payload):
-            is_ok = status_R[row] == RowStatus.OK
-            status_R[row].masked_fill_(is_ok, int(RowStatus.LARGE_SUPPORT))
+        for row, is_too_large in self._scores.write(step, layout, payload):
+            is_refused = is_too_large & (status_R[row] == RowStatus.OK)
+            status_R[row].masked_fill_(is_refused, int(RowStatus.LARGE_SUPPORT))
 
     def _pack_snapshot(self, plan: StepPlan, layout: PayloadLayout, payload: DevicePayload) -> None:
         """Copy the forward's rows into memory of the step, while nobody can write over them."""
@@ -254,26 +233,6 @@ class CudaRunner:
         pages = self._slots.page_table_SB[slot, : -(-num_tokens // size)].long()
         offsets = torch.arange(size, device=pages.device)
         return (pages[:, None] * size + offsets).view(-1)[:num_tokens]
-
-    def _indices(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._inputs.end_R.device)
-
-
-def _by_row(draws: api.Draws | None, plan: StepPlan, plain: PlainDraws) -> PlainDraws:
-    """Return the draws with one entry a row, as ``pack`` reads them."""
-    if draws is None:
-        return plain
-    rows = torch.from_numpy(np.flatnonzero(plan.rows.samples)).to(draws.ids_N.device)
-    return PlainDraws(
-        *(
-            of_row.index_copy(0, rows, of_draw)
-            for of_row, of_draw in zip(
-                plain,
-                (draws.ids_N, draws.logprobs_N, draws.status_N, draws.log_total_N),
-                strict=True,
-            )
-        )
-    )
 
 
 def _torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:

@@ -3,7 +3,8 @@
 Owns the memory, and nothing else: ``exec.cuda.unpack`` fills it and ``exec.cuda.pack`` empties it.
 Engine state: changed on the compute lane only.
 
-Shape legend: R rows, T tokens, N query tiles, S slots, B pages of a sequence.
+Shape legend: R rows, T tokens, N query tiles, S slots, B pages of a sequence, C columns of sampling
+parameters, J entries of a token table.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from torch import Tensor
 
 from dovetail.config.schema import EngineConfig
 from dovetail.kernels.backend import PlainDraws
-from dovetail.sched.plan import FROM_DEVICE, StepPlan
+from dovetail.sampling.state import SLOT_COLUMNS
+from dovetail.sched.plan import FROM_DEVICE, MAX_BIASES, MAX_REPORTED_IDS, StepPlan
+
+WORD_COLUMNS = tuple(name for name in SLOT_COLUMNS if name != "seed")
+"""The sampling parameters that are one word wide, in the order in which a packet has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +69,37 @@ class SlotTensors:
         kv_len: int32 [S], cached tokens.
         last_token: int32 [S], sampled last; -1 before the first.
         page_table_SB: int32.
-        temperature: float32 [S].
         seed: int64 [S].
-        sample_index: int64 [S].
-
-    Of the sampling parameters only those that the plain draw reads are here; ``CudaRunner`` has all
-    of them on the host.
+        words_CS: int32, the bits of the other sampling parameters, in the order of
+            ``WORD_COLUMNS``.
+        bias_ids_SJ, bias_until_SJ: int32, bias_values_SJ: float32; see ``sched.plan.TokenWrites``.
+        report_ids_SJ: int32.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         num_slots = config.max_running
-        self.kv_len = zeros(num_slots, dtype=torch.int32)
-        self.last_token = zeros(num_slots, dtype=torch.int32)
-        self.page_table_SB = zeros(num_slots, config.max_pages_per_sequence, dtype=torch.int32)
-        self.temperature = zeros(num_slots, dtype=torch.float32)
+        self.kv_len = zeros(num_slots)
+        self.last_token = zeros(num_slots)
+        self.page_table_SB = zeros(num_slots, config.max_pages_per_sequence)
         self.seed = zeros(num_slots, dtype=torch.int64)
-        self.sample_index = zeros(num_slots, dtype=torch.int64)
+        self.words_CS = zeros(len(WORD_COLUMNS), num_slots)
+        self.bias_ids_SJ = zeros(num_slots, MAX_BIASES)
+        self.bias_values_SJ = zeros(num_slots, MAX_BIASES, dtype=torch.float32)
+        self.bias_until_SJ = zeros(num_slots, MAX_BIASES)
+        self.report_ids_SJ = zeros(num_slots, MAX_REPORTED_IDS)
+
+    def param(self, name: str) -> Tensor:
+        """Return a sampling parameter of all slots, float32 or int32 [S], as a view."""
+        words_S = self.words_CS[WORD_COLUMNS.index(name)]
+        is_float = SLOT_COLUMNS[name].dtype == torch.float32
+        return words_S.view(torch.float32) if is_float else words_S
+
+    def report_ids(self, slot: int, num_ids: int) -> Tensor:
+        """Return the ids whose logprobs the slot's request asks for, int64 [J]."""
+        return self.report_ids_SJ[slot, :num_ids].long()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -10,16 +10,9 @@ from numpy.typing import ArrayLike
 
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
+from dovetail.exec.cuda.shaped import CUTTING, Shaping, is_cut
 from dovetail.sampling.state import SLOT_COLUMNS, SamplingState
 from dovetail.sched.plan import LogprobKindId, StepPlan
-
-_NEUTRAL = (
-    ("repetition_penalty", 1.0),
-    ("frequency_penalty", 0.0),
-    ("presence_penalty", 0.0),
-    ("num_biases", 0),
-    ("logprob_kind", int(LogprobKindId.SCALED)),
-)
 
 
 class Tenants:
@@ -60,16 +53,22 @@ class Tenants:
             stale = np.asarray(slots)[is_stale].tolist()
             raise InvariantError(f"a plan names stale slots {stale}")
 
-    def draws_plainly(self, plan: StepPlan) -> bool:
-        """True if nothing truncates, penalises or biases a draw, or asks for more than it."""
-        if any(not score.is_prompt for score in plan.scores):
-            return False
-        columns, slots = self.params.columns, plan.rows.slot[plan.rows.samples > 0]
-        is_cut = (
-            (columns["top_k"][slots] > 0)
-            | (columns["top_p"][slots] < 1.0)
-            | (columns["min_p"][slots] > 0.0)
+    def shaping(self, plan: StepPlan) -> Shaping | None:
+        """Return what shapes the draws of a plan; None if its rows draw plainly, and no more."""
+        slots = plan.rows.slot[plan.rows.samples > 0]
+        of = {name: column[slots] for name, column in self.params.columns.items()}
+        shaping = Shaping(
+            penalises=bool(
+                (
+                    (of["repetition_penalty"] != 1.0)
+                    | (of["frequency_penalty"] != 0.0)
+                    | (of["presence_penalty"] != 0.0)
+                ).any()
+            ),
+            biases=bool(of["num_biases"].any()),
+            num_cut=int(np.count_nonzero(is_cut(**{name: of[name] for name in CUTTING}))),
+            has_raw=bool((of["logprob_kind"] == LogprobKindId.RAW).any()),
+            has_truncated=bool((of["logprob_kind"] == LogprobKindId.TRUNCATED).any()),
         )
-        if (is_cut & (columns["temperature"][slots] != 0.0)).any():
-            return False
-        return all((columns[name][slots] == value).all() for name, value in _NEUTRAL)
+        reports = any(not score.is_prompt for score in plan.scores)
+        return None if shaping == Shaping() and not reports else shaping

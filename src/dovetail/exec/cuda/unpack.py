@@ -14,18 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from dovetail.errors import InvariantError
-from dovetail.exec.cuda.step import SlotTensors, StepShape, StepTensors
+from dovetail.exec.cuda.step import WORD_COLUMNS, SlotTensors, StepShape, StepTensors
 from dovetail.exec.kv import KVStore
 from dovetail.exec.packet import SCALARS, PacketSchema
 from dovetail.exec.readback import BROKEN_ROW
 from dovetail.kernels.triton.jit import jit
 from dovetail.kernels.triton.tiles import ceil_div, power_of_two
-from dovetail.sched.plan import StepPlan
+from dovetail.sched.plan import MAX_BIASES, MAX_REPORTED_IDS, StepPlan, TokenTable
 
 _TOKENS = 128
 """Tokens that one program places."""
 
 _BROKEN = tl.constexpr(BROKEN_ROW)
+_BIAS = tl.constexpr(int(TokenTable.BIAS))
 
 
 @jit
@@ -36,25 +37,46 @@ def _field(packet_ptr, HEAD: tl.constexpr):
 
 @jit
 def _tenant_kernel(
-    packet_ptr, kv_len_ptr, last_token_ptr, temperature_ptr, seed_ptr, sample_index_ptr, table_ptr,
-    table_stride, SLOT: tl.constexpr, TEMPERATURE: tl.constexpr, SAMPLE_INDEX: tl.constexpr,
-    SEED: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
+    packet_ptr, kv_len_ptr, last_token_ptr, words_ptr, seed_ptr, table_ptr, num_slots, table_stride,
+    SLOT: tl.constexpr, FIRST: tl.constexpr, NUM_COLUMNS: tl.constexpr, SEED: tl.constexpr,
+    PAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One new tenant of a slot."""
+    """One new tenant of a slot. Its sampling parameters are fields that follow one another."""
     write = tl.program_id(0)
     slot = tl.load(_field(packet_ptr, SLOT) + write).to(tl.int64)
     tl.store(kv_len_ptr + slot, 0)
     tl.store(last_token_ptr + slot, -1)
-    temperature = tl.load(_field(packet_ptr, TEMPERATURE) + write)
-    tl.store(temperature_ptr + slot, temperature.to(tl.float32, bitcast=True))
-    sample_index = tl.load(_field(packet_ptr, SAMPLE_INDEX) + write)
-    tl.store(sample_index_ptr + slot, sample_index.to(tl.int64))
+    for column in tl.static_range(NUM_COLUMNS):
+        word = tl.load(_field(packet_ptr, FIRST + 2 * column) + write)
+        tl.store(words_ptr + column * num_slots + slot, word)
     seed = _field(packet_ptr, SEED) + 2 * write
     low = tl.load(seed).to(tl.int64) & 0xFFFFFFFF
     tl.store(seed_ptr + slot, (tl.load(seed + 1).to(tl.int64) << 32) | low)
     for start in range(0, PAGES, BLOCK):
         page = start + tl.arange(0, BLOCK)
         tl.store(table_ptr + slot * table_stride + page, -1, mask=page < PAGES)
+
+
+@jit(do_not_specialize=["num_writes"])
+def _token_write_kernel(
+    packet_ptr, bias_ids_ptr, bias_values_ptr, bias_until_ptr, report_ids_ptr, num_writes,
+    FIRST: tl.constexpr, BIASES: tl.constexpr, REPORTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK entries of token tables; the fields are those of ``TokenWrites``, in their order."""
+    write = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = write < num_writes
+    table = tl.load(_field(packet_ptr, FIRST) + write, mask=is_real, other=0)
+    slot = tl.load(_field(packet_ptr, FIRST + 2) + write, mask=is_real, other=0).to(tl.int64)
+    index = tl.load(_field(packet_ptr, FIRST + 4) + write, mask=is_real, other=0)
+    token_id = tl.load(_field(packet_ptr, FIRST + 6) + write, mask=is_real, other=0)
+    value = tl.load(_field(packet_ptr, FIRST + 8) + write, mask=is_real, other=0)
+    until = tl.load(_field(packet_ptr, FIRST + 10) + write, mask=is_real, other=0)
+    is_bias = is_real & (table == _BIAS)
+    place = slot * BIASES + index
+    tl.store(bias_ids_ptr + place, token_id, mask=is_bias)
+    tl.store(bias_values_ptr + place, value.to(tl.float32, bitcast=True), mask=is_bias)
+    tl.store(bias_until_ptr + place, until, mask=is_bias)
+    tl.store(report_ids_ptr + slot * REPORTS + index, token_id, mask=is_real & (table != _BIAS))
 
 
 @jit
@@ -145,7 +167,7 @@ def _row_kernel(
     sample_index = tl.load(sample_index_ptr + slot, mask=is_real, other=0)
     tl.store(row_temperature_ptr + row, temperature, mask=is_kept)
     tl.store(row_seed_ptr + row, seed, mask=is_kept)
-    tl.store(row_sample_index_ptr + row, sample_index, mask=is_kept)
+    tl.store(row_sample_index_ptr + row, sample_index.to(tl.int64), mask=is_kept)
 
     entry, is_listed = decode_ptr + row * 4, row < num_decode_entries
     # What is no prompt chunk owns the token of its number: a decode row, or padding of the list.
@@ -235,6 +257,9 @@ class Unpacker:
         for name, sidecar in self.kv.sidecars.items():
             if not sidecar.spec.is_poison_all_ones:
                 raise InvariantError(f"the poison of column {name} is not all ones in bits")
+        heads = [self._head(f"slots.{name}") for name in WORD_COLUMNS]
+        if heads != list(range(heads[0], heads[0] + 2 * len(heads), 2)):
+            raise InvariantError("the packet's sampling parameters do not follow one another")
 
     def apply_writes(self, plan: StepPlan, packet: Tensor) -> None:
         """Install new tenants and page-table entries."""
@@ -242,11 +267,16 @@ class Unpacker:
         table, stride = slots.page_table_SB, slots.page_table_SB.stride(0)
         if len(plan.slot_writes):
             _tenant_kernel[(len(plan.slot_writes),)](
-                words, slots.kv_len, slots.last_token, slots.temperature, slots.seed,
-                slots.sample_index, table, stride, SLOT=self._head("slots.slot"),
-                TEMPERATURE=self._head("slots.temperature"),
-                SAMPLE_INDEX=self._head("slots.sample_index"), SEED=self._head("slots.seed"),
-                PAGES=table.shape[1], BLOCK=1024,
+                words, slots.kv_len, slots.last_token, slots.words_CS, slots.seed, table,
+                len(slots.kv_len), stride, SLOT=self._head("slots.slot"),
+                FIRST=self._head(f"slots.{WORD_COLUMNS[0]}"), NUM_COLUMNS=len(WORD_COLUMNS),
+                SEED=self._head("slots.seed"), PAGES=table.shape[1], BLOCK=1024,
+            )  # fmt: skip
+        if len(plan.token_writes):
+            _token_write_kernel[(ceil_div(len(plan.token_writes), _TOKENS),)](
+                words, slots.bias_ids_SJ, slots.bias_values_SJ, slots.bias_until_SJ,
+                slots.report_ids_SJ, len(plan.token_writes), FIRST=self._head("tokens.table"),
+                BIASES=MAX_BIASES, REPORTS=MAX_REPORTED_IDS, BLOCK=_TOKENS,
             )  # fmt: skip
         if len(plan.page_writes):
             columns = [sidecar.rows for sidecar in self.kv.sidecars.values()]
@@ -264,7 +294,8 @@ class Unpacker:
         at, slots, words = self.inputs, self.slots, packet.view(torch.int32)
         stride = at.rows_6R.stride(0)
         _row_kernel[(1,)](
-            words, at.rows_6R, slots.kv_len, slots.temperature, slots.seed, slots.sample_index,
+            words, at.rows_6R, slots.kv_len, slots.param("temperature"), slots.seed,
+            slots.param("sample_index"),
             at.num_decode, at.begin_R, at.first_R, at.first_tile_R, at.end_R, at.last_R,
             at.status_R,
             at.temperature_R, at.seed_R, at.sample_index_R, at.decode_R4, at.tiles_N4,

@@ -72,18 +72,7 @@ def gumbel_noise(
 
 
 def support_mask(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
-    """Return which tokens truncation leaves, as bool [N, V].
-
-    Tokens are ordered by probability, equal ones by id. Top-k keeps the first k;
-    top-p keeps, of the distribution renormalised over those, the tokens before which
-    less than p has been gathered (so at least one); min-p drops what is less likely
-    than min_p times the likeliest.
-
-    Args:
-        scaled_NV: float32 logits divided by the temperature.
-        top_k_N: int64, 0 keeps all.
-        top_p_N, min_p_N: float32.
-    """
+    """See ``kernels.api.support_mask``."""
     sorted_NV, order_NV = torch.sort(scaled_NV, dim=-1, descending=True, stable=True)
     rank_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
     keep_NV = (rank_V < top_k_N[:, None]) | (top_k_N[:, None] == 0)
@@ -108,11 +97,32 @@ def penalize(
     """See ``kernels.api.penalize``."""
     ones_S = logits_NV.new_ones(len(row_S))
     count_NV = torch.zeros_like(logits_NV).index_put_((row_S, token_S), ones_S, accumulate=True)
-    factor_NV = torch.where(logits_NV > 0, 1 / repetition_N[:, None], repetition_N[:, None])
-    out_NV = torch.where(count_NV > 0, logits_NV * factor_NV, logits_NV)
+    occurs_NV = count_NV > 0
     count_NV.zero_().index_put_((row_S, token_S), is_output_S.float(), accumulate=True)
-    out_NV -= frequency_N[:, None] * count_NV
-    out_NV -= presence_N[:, None] * (count_NV > 0)
+    return penalize_counted(
+        logits_NV,
+        occurs_NV=occurs_NV,
+        num_drawn_NV=count_NV,
+        repetition_N=repetition_N,
+        frequency_N=frequency_N,
+        presence_N=presence_N,
+    )
+
+
+def penalize_counted(
+    logits_NV: Tensor,
+    *,
+    occurs_NV: Tensor,
+    num_drawn_NV: Tensor,
+    repetition_N: Tensor,
+    frequency_N: Tensor,
+    presence_N: Tensor,
+) -> Tensor:
+    """See ``kernels.api.penalize_counted``."""
+    factor_NV = torch.where(logits_NV > 0, 1 / repetition_N[:, None], repetition_N[:, None])
+    out_NV = torch.where(occurs_NV, logits_NV * factor_NV, logits_NV)
+    out_NV -= frequency_N[:, None] * num_drawn_NV
+    out_NV -= presence_N[:, None] * (num_drawn_NV > 0)
     return out_NV
 
 
