@@ -18,6 +18,7 @@ from dovetail.exec.device import CpuDevice
 from dovetail.exec.executor import Executor
 from dovetail.kernels.ref.backend import RefKernels
 from dovetail.wire.request import LogprobParams
+from dovetail.wire.validate import MAX_MASK_IDS
 from tests.support.harness import Harness, load_model, make_config
 
 COLUMNS = ("experts", "expert_weights")
@@ -49,6 +50,59 @@ REQUESTS = [
     ([9] * 13, {"max_new_tokens": 12, "sampling_seed": 5}),
     (range(3, 24), {"max_new_tokens": 3, "sampling_seed": 6}),  # a prefix hit
 ]
+SHAPED = [
+    (
+        (5, 6, 7, 8),
+        {
+            "max_new_tokens": 7,
+            "sampling_seed": 3,
+            "top_k": 5,
+            "top_p": 0.9,
+            "logprobs": LogprobParams(kind="truncated", sampling_mask=True, top_logprobs_num=3),
+        },
+    ),
+    ([5, 6] * 9, {"max_new_tokens": 6, "sampling_seed": 9, "frequency_penalty": 0.7, "min_p": 0.02}),
+    (
+        (5, 6, 7),
+        {
+            "max_new_tokens": 6,
+            "temperature": 0.0,
+            "top_k": 4,
+            "repetition_penalty": 3.0,
+            "logprobs": LogprobParams(sampling_mask=True, token_ids_logprob=(5, 7)),
+        },
+    ),
+    (
+        (8, 9),
+        {
+            "max_new_tokens": 6,
+            "sampling_seed": 8,
+            "min_new_tokens": 4,
+            "stop_token_ids": tuple(range(64)),
+            "logprobs": LogprobParams(sampling_mask=True),  # nothing is cut off
+        },
+    ),
+    (  # more tokens are left than a mask may have
+        (8, 9, 10),
+        {
+            "max_new_tokens": 6,
+            "temperature": 100.0,
+            "sampling_seed": 8,
+            "min_p": 1e-6,
+            "top_k": MAX_MASK_IDS + 1,
+            "logprobs": LogprobParams(sampling_mask=True),
+        },
+    ),
+    (  # as many as it may have
+        (3, 4),
+        {
+            "max_new_tokens": 5,
+            "sampling_seed": 1,
+            "top_k": MAX_MASK_IDS,
+            "logprobs": LogprobParams(kind="raw", sampling_mask=True),
+        },
+    ),
+]
 
 
 class RunAnew:
@@ -78,9 +132,9 @@ def make_executor(folder: Path, make_graphs: Callable[[EngineConfig], RunAnew] |
     return make
 
 
-def outputs_of(folder: Path, depth: int, **options: object) -> dict:
+def outputs_of(folder: Path, depth: int, requests=REQUESTS, **options: object) -> dict:
     harness = Harness(folder, depth=depth, **OPTIONS, **options)
-    for prompt, fields in REQUESTS:
+    for prompt, fields in requests:
         harness.add(list(prompt), capture=COLUMNS, **fields)
     for _ in range(4):
         harness.step()
@@ -107,6 +161,26 @@ def check_it_gives_what_the_cpu_gives(folder: Path, depth: int, make) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_it_gives_what_the_cpu_gives(depth: int, tiny_moe_folder: Path) -> None:
     check_it_gives_what_the_cpu_gives(tiny_moe_folder, depth, make_executor(tiny_moe_folder))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_draw_that_is_shaped_is_that_of_the_cpu(depth: int, tiny_moe_folder: Path) -> None:
+    """Penalties, biases, truncation, every kind of logprob, masks; rows with other rows' needs."""
+    wanted = outputs_of(tiny_moe_folder, depth, SHAPED)
+    make = make_executor(tiny_moe_folder)
+    ours = outputs_of(tiny_moe_folder, depth, SHAPED, make_executor=make)
+    for key, output in wanted.items():
+        assert ours[key].token_ids == output.token_ids
+        assert ours[key].finish == output.finish
+        np.testing.assert_allclose(ours[key].logprobs, output.logprobs, atol=3e-5)
+        for our_part, part in zip(ours[key].scores, output.scores, strict=True):
+            assert our_part.masks == part.masks and our_part.top_ids == part.top_ids
+            np.testing.assert_allclose(our_part.mask_logprobs, part.mask_logprobs, atol=3e-5)
+            np.testing.assert_allclose(our_part.top_logprobs, part.top_logprobs, atol=3e-5)
+            np.testing.assert_allclose(our_part.id_logprobs, part.id_logprobs, atol=3e-5)
+    assert [output.finish.type for output in wanted.values()].count("error") == 1
+    sizes = {len(ids) for o in wanted.values() for part in o.scores for ids in part.masks}
+    assert {0, 1, MAX_MASK_IDS} <= sizes
 
 
 def test_padding_changes_nothing(tiny_moe_folder: Path) -> None:
