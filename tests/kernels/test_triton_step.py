@@ -175,6 +175,7 @@ def test_a_draw_that_is_shaped_is_that_of_the_cpu(depth: int, tiny_moe_folder: P
         np.testing.assert_allclose(ours[key].logprobs, output.logprobs, atol=3e-5)
         for our_part, part in zip(ours[key].scores, output.scores, strict=True):
             assert our_part.masks == part.masks and our_part.top_ids == part.top_ids
+            assert all(list(ids) == sorted(set(ids)) for ids in part.masks)
             np.testing.assert_allclose(our_part.mask_logprobs, part.mask_logprobs, atol=3e-5)
             np.testing.assert_allclose(our_part.top_logprobs, part.top_logprobs, atol=3e-5)
             np.testing.assert_allclose(our_part.id_logprobs, part.id_logprobs, atol=3e-5)
