@@ -14,7 +14,7 @@ from dovetail.kernels.backend import PlainDraws
 from dovetail.kernels.ref.backend import RefKernels
 from dovetail.kernels.ref.sampling import gumbel_noise
 from dovetail.kernels.registry import load_kernels
-from dovetail.kernels.triton.sampling import gumbel, random_words, sample_plain
+from dovetail.kernels.triton.sampling import gumbel, random_words, sample_plain, uniform
 from dovetail.kernels.triton.tiles import SampleTiles
 from tests.support import noise
 from tests.support.gpu import DEVICE, randn
@@ -37,7 +37,7 @@ def words_kernel(out_ptr, seed_ptr, position, sample_index, first, BLOCK: tl.con
 @triton.jit
 def gumbel_kernel(words_ptr, out_ptr, BLOCK: tl.constexpr):
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + lane, gumbel(tl.load(words_ptr + lane).to(tl.uint32)))
+    tl.store(out_ptr + lane, gumbel(uniform(tl.load(words_ptr + lane).to(tl.uint32))))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 77, 2**63 + 5, 2**64 - 1])
@@ -159,6 +159,20 @@ def test_spoilt_rows_have_a_status_and_hurt_nobody(temperature: float) -> None:
     assert ((after.ids_N >= 0) & (after.ids_N < 200)).all()
     for x, y in zip(before, after, strict=True):
         assert torch.equal(x[[0, 2, 5]], y[[0, 2, 5]])
+
+
+@pytest.mark.parametrize("scale", [0.01, 8.0, 1e6])
+def test_leaving_out_noise_changes_no_draw(scale: float) -> None:
+    """Programs of one turn leave out nothing; of many turns, most noise."""
+    logits = randn(16, 512) * scale
+    logits[::5, 400] += 40.0  # a late winner, beside flat rows and steep ones
+    params = rows(16, temperature_N=torch.full((16,), 1.0))
+    in_one, in_many = (
+        sample_plain(logits, **params, tiles=SampleTiles(tokens=t, num_splits=1, num_warps=1))
+        for t in (512, 64)
+    )
+    assert torch.equal(in_one.ids_N, in_many.ids_N)
+    assert_same_draws(in_many, logits, params)
 
 
 # -- on the GPU -------------------------------------------------------------------------------

@@ -26,13 +26,18 @@ def random_words(seed, position, sample_index, first_token, BLOCK: tl.constexpr)
 
 
 @jit
-def gumbel(words):
-    """Return the Gumbel noise of random words, float32.
+def uniform(words):
+    """Return u of random words, float32."""
+    return (words.to(tl.float32) + 0.5) * 2.0**-32
+
+
+@jit
+def gumbel(u):
+    """Return the Gumbel noise of u, float32.
 
     log1p(-u) is log(1 - u) times u / (1 - (1 - u)), which takes back what the subtraction rounded
     (Kahan); relative precision counts, for the least u win.
     """
-    u = (words.to(tl.float32) + 0.5) * 2.0**-32
     rest = 1.0 - u
     taken = 1.0 - rest
     exponential = tl.where(taken == 0.0, u, -tl.log(rest) * (u / taken))
@@ -40,11 +45,27 @@ def gumbel(words):
 
 
 @jit
+def _may_win(u, share, origin, leader):
+    """Return whether any token of a turn can reach the score ``leader``; True if in doubt.
+
+    It takes ``-log1p(-u) <= exp(x - leader)``, and u is less than that; ``share`` is
+    ``exp(x - origin)``. A hundredth is left for rounding, which is less while scores are below
+    2^16; a share that is rounded to zero is out of reach while ``leader`` is not far below.
+    """
+    in_reach = u <= share * (tl.exp(origin - leader) * 1.01)
+    is_unsure = (leader < origin - 60.0) | (tl.abs(origin) > 65536.0)
+    return is_unsure | (tl.max(in_reach.to(tl.int32), axis=0) > 0)
+
+
+@jit
 def _draw_kernel(
     logits_ptr, temperature_ptr, seed_ptr, position_ptr, index_ptr,
     score_ptr, id_ptr, top_ptr, total_ptr, row_stride, VOCAB, PER_SPLIT, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best score, its token, and the terms of a logsumexp, over one run of the vocabulary."""
+    """The best score, its token, and the terms of a logsumexp, over one run of the vocabulary.
+
+    Most turns have no token that can win, and then the logarithms of its noise are left out.
+    """
     row, split = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
@@ -53,7 +74,8 @@ def _draw_kernel(
     )  # fmt: skip
     lane = tl.arange(0, BLOCK)
     best, best_id = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
-    top, total = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    top, leader = tl.full((), float("-inf"), tl.float32), tl.full((), float("-inf"), tl.float32)
+    origin, total = tl.full((), 0.0, tl.float32), tl.zeros((BLOCK,), tl.float32)
     begin = split * PER_SPLIT
     for first in range(begin, tl.minimum(begin + PER_SPLIT, VOCAB), BLOCK):
         token = first + lane
@@ -62,22 +84,27 @@ def _draw_kernel(
             mask=token < VOCAB, other=float("-inf"),
         )  # fmt: skip
         x = tl.math.div_rn(x.to(tl.float32), divisor)
-        above = tl.maximum(top, x)
+        above = tl.maximum(top, tl.max(x, axis=0))
         origin = tl.where(above == float("-inf"), 0.0, above)
-        total = total * tl.exp(top - origin) + tl.exp(x - origin)
+        share = tl.exp(x - origin)
+        total = total * tl.exp(top - origin) + share
         top = above
-        if temperature != 0.0:
-            x += gumbel(random_words(seed, position, sample_index, first, BLOCK))
-        is_better = x > best  # never true of NaN; of equal scores the first stays
-        best, best_id = tl.where(is_better, x, best), tl.where(is_better, token, best_id)
-    origin = tl.max(top, axis=0)
-    origin = tl.where(origin == float("-inf"), 0.0, origin)
+        if temperature == 0.0:
+            is_better = x > best  # never true of NaN; of equal scores the first stays
+            best, best_id = tl.where(is_better, x, best), tl.where(is_better, token, best_id)
+        else:
+            u = uniform(random_words(seed, position, sample_index, first, BLOCK))
+            if _may_win(u, share, origin, leader):
+                x += gumbel(u)
+                is_better = x > best
+                best, best_id = tl.where(is_better, x, best), tl.where(is_better, token, best_id)
+                leader = tl.max(best, axis=0)
     score = tl.max(best, axis=0)
     cell = row * tl.num_programs(1) + split
     tl.store(score_ptr + cell, score)
     tl.store(id_ptr + cell, tl.min(tl.where(best == score, best_id, VOCAB), axis=0))
     tl.store(top_ptr + cell, origin)
-    tl.store(total_ptr + cell, tl.sum(total * tl.exp(top - origin), axis=0))
+    tl.store(total_ptr + cell, tl.sum(total, axis=0))
 
 
 @jit
