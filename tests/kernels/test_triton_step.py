@@ -61,7 +61,10 @@ SHAPED = [
             "logprobs": LogprobParams(kind="truncated", sampling_mask=True, top_logprobs_num=3),
         },
     ),
-    ([5, 6] * 9, {"max_new_tokens": 6, "sampling_seed": 9, "frequency_penalty": 0.7, "min_p": 0.02}),
+    (
+        [5, 6] * 9,
+        {"max_new_tokens": 6, "sampling_seed": 9, "frequency_penalty": 0.7, "min_p": 0.02},
+    ),
     (
         (5, 6, 7),
         {

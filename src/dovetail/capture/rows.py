@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dovetail.capture.sidecar import filled
+from dovetail.capture.sidecar import poison_all, row_dtype
 from dovetail.config.capture import ColumnSpec
 from dovetail.kernels import api
 from dovetail.kernels.backend import Capture
@@ -52,8 +52,11 @@ class StepRows:
     ) -> None:
         self._specs = specs
         self.buffers = {
-            name: filled(spec, max_tokens, device=device) for name, spec in specs.items()
+            name: torch.empty(max_tokens, *spec.shape, dtype=row_dtype(spec), device=device)
+            for name, spec in specs.items()
         }
+        for name, buffer in self.buffers.items():
+            poison_all(buffer, specs[name])
 
     def begin(self, num_tokens: int) -> None:
         """Forget the rows of the forward before."""

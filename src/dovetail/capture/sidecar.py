@@ -21,12 +21,14 @@ class Sidecar:
 
     Attributes:
         spec: dtype, shape and poison of a row.
-        rows: [C + 1, ...]. The last row is the sink, where padding is written; nobody reads it.
+        rows: [C + 1, ...], any memory; all of it is poisoned. The last row is the sink, where
+            padding is written; nobody reads it.
     """
 
-    def __init__(self, spec: ColumnSpec, num_slots: int, *, device: torch.device) -> None:
+    def __init__(self, spec: ColumnSpec, rows: Tensor) -> None:
         self.spec = spec
-        self.rows = filled(spec, num_slots + 1, device=device)
+        self.rows = rows
+        poison_all(rows, spec)
 
     @property
     def sink(self) -> int:
@@ -46,7 +48,13 @@ class Sidecar:
         api.gather_rows(self.rows, slots_S, out)
 
 
-def filled(spec: ColumnSpec, num_rows: int, *, device: torch.device) -> Tensor:
-    """Return poisoned memory for rows."""
-    array = np.full((num_rows, *spec.shape), spec.poison, dtype=spec.dtype)
-    return torch.from_numpy(array).to(device)
+def row_dtype(spec: ColumnSpec) -> torch.dtype:
+    """Return the dtype of a column's elements as torch has it."""
+    return torch.from_numpy(np.empty(0, dtype=spec.dtype)).dtype
+
+
+def poison_all(rows: Tensor, spec: ColumnSpec) -> None:
+    """Fill memory for rows with poison; in bytes, since torch fills few kinds of integers."""
+    poison = np.full(max(1, spec.row_bytes // spec.dtype.itemsize), spec.poison, dtype=spec.dtype)
+    bytes_of_row = torch.from_numpy(poison.view(np.uint8)).to(rows.device)
+    rows.view(len(rows), -1).view(torch.uint8).copy_(bytes_of_row)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import DeviceError
+from dovetail.exec.memory import TaggedMemory, host_memory
 
 WAIT_SECONDS = 300.0
 
@@ -60,11 +61,12 @@ class Lane(Protocol):
 
 
 class Device(Protocol):
-    """Two lanes and the memory between host and device."""
+    """Two lanes, the memory between host and device, and the device's own by tag."""
 
     compute: Lane
     copy: Lane
     torch_device: torch.device
+    memory: TaggedMemory
 
     def host_block(self, num_bytes: int) -> Tensor:
         """Return host memory, uint8 [num_bytes], that the device can copy from and to."""
@@ -123,6 +125,7 @@ class CpuDevice:
     def __init__(self) -> None:
         self.compute: Lane = InlineLane()
         self.copy: Lane = InlineLane()
+        self.memory: TaggedMemory = host_memory()
 
     def host_block(self, num_bytes: int) -> Tensor:
         """Return plain memory; there is nothing to pin."""
@@ -209,6 +212,7 @@ class ThreadedCpuDevice:
         self._lanes = (ThreadLane("compute"), ThreadLane("copy"))
         self.compute: Lane = self._lanes[0]
         self.copy: Lane = self._lanes[1]
+        self.memory: TaggedMemory = host_memory()
 
     def host_block(self, num_bytes: int) -> Tensor:
         """Return plain memory; there is nothing to pin."""

@@ -1,8 +1,8 @@
 """The device memory behind page ids: keys, values, and per-token sidecars.
 
-Owns the pools of the ``paged`` group. A cache slot is ``page * page_size + offset``;
-every tensor here is indexed by it, so whatever happens to a page happens to all of
-its columns. Changed on the compute lane only.
+Owns the pools of the ``paged`` group, in memory of the tag ``kv``. A cache slot is
+``page * page_size + offset``; every tensor here is indexed by it, so whatever happens to a page
+happens to all of its columns. Changed on the compute lane only.
 
 Shape legend: L layers, C cache slots, K KV heads, D head dim.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.capture.sidecar import Sidecar
+from dovetail.capture.sidecar import Sidecar, row_dtype
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.device import Device
 
@@ -30,10 +30,11 @@ class KVStore:
         num_slots = config.num_pages * config.page_size
         shape = (model.num_layers, num_slots + 1, model.num_kv_heads, model.head_dim)
         dtype = getattr(torch, config.dtype)
-        self.k_LCKD = torch.zeros(shape, dtype=dtype, device=device.torch_device)
-        self.v_LCKD = torch.zeros(shape, dtype=dtype, device=device.torch_device)
+        zeros = device.memory.zeros
+        self.k_LCKD = zeros("kv", shape, dtype)
+        self.v_LCKD = zeros("kv", shape, dtype)
         self.sidecars = {
-            name: Sidecar(spec, num_slots, device=device.torch_device)
+            name: Sidecar(spec, zeros("kv", (num_slots + 1, *spec.shape), row_dtype(spec)))
             for name, spec in config.columns.items()
         }
         self._page_size = config.page_size

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dovetail.errors import DeviceError, InvariantError
 from dovetail.exec.device import Event, Lane
+from dovetail.exec.memory import TaggedMemory, host_memory
 
 POISON_BYTE = 0xA5
 
@@ -104,6 +105,7 @@ class SimDevice:
         self._state_addresses: set[int] = set()
         self.compute: Lane = self._lanes[0]
         self.copy: Lane = self._lanes[1]
+        self.memory: TaggedMemory = host_memory()
 
     def host_block(self, num_bytes: int) -> Tensor:
         """Return plain memory."""

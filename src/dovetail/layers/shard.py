@@ -4,7 +4,7 @@ Owns the rule a parameter declares and the arithmetic of cutting. Whoever loads 
 reads the rules and needs to know no layer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -61,19 +61,25 @@ def divide(total: int, size: int, name: str) -> int:
     return total // size
 
 
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
+"""From shape and dtype to memory for a parameter, which holds anything."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a model's parameters are, and who computes with them.
 
     Attributes:
         dtype: element type of parameters and activations.
-        device: of the parameters.
+        device: of the parameters, and of what follows from the configuration alone.
+        allocate: where the parameters' memory comes from, on ``device``.
         comm: the ranks that share them.
         kernels: the operations of the layers.
     """
 
     dtype: torch.dtype
     device: torch.device
+    allocate: Allocate
     comm: Comm
     kernels: LayerKernels
 
@@ -83,8 +89,7 @@ class Placement:
         if shard.dim is not None:
             name = f"parameter {shape}"
             shape[shard.dim] = sum(divide(part, self.comm.size, name) for part in shard.parts)
-        empty = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return nn.Parameter(empty, requires_grad=False)
+        return nn.Parameter(self.allocate(shape, self.dtype), requires_grad=False)
 
 
 @runtime_checkable

@@ -1,16 +1,17 @@
 """Which builder makes which architecture."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dovetail.config.model import ModelConfig
 from dovetail.dist.comm import Comm
 from dovetail.errors import ConfigError
 from dovetail.kernels import api
 from dovetail.kernels.backend import LayerKernels
-from dovetail.layers.shard import Placement
+from dovetail.layers.shard import Allocate, Placement
 from dovetail.models.decoder import DecoderLM
 from dovetail.models.dense import build_dense
 from dovetail.models.moe import build_moe
@@ -40,14 +41,23 @@ def build_model(
     device: torch.device | str,
     comm: Comm,
     kernels: LayerKernels = api,
+    allocate: Allocate | None = None,
 ) -> DecoderLM:
     """Build a model whose parameters are allocated and uninitialised; see ``Placement``.
+
+    ``allocate`` None takes their memory from torch.
 
     Raises:
         ConfigError: the architecture is unknown, or cannot be divided over the ranks of ``comm``.
     """
-    family = _family(config)
-    at = Placement(dtype=dtype, device=torch.device(device), comm=comm, kernels=kernels)
+    family, where = _family(config), torch.device(device)
+
+    def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=where)
+
+    at = Placement(
+        dtype=dtype, device=where, allocate=allocate or empty, comm=comm, kernels=kernels
+    )
     return family.build(config, at).eval()
 
 

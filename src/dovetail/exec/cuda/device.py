@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import DeviceError, InvariantError
+from dovetail.exec.cuda.driver import tagged_memory
 from dovetail.exec.device import WAIT_SECONDS, Event, Lane
+from dovetail.exec.memory import TaggedMemory
 
 _FAULTS = (torch.AcceleratorError, torch.OutOfMemoryError)
 """What a launch raises when the GPU has failed or is full."""
@@ -94,6 +96,7 @@ class CudaDevice:
         self._lanes = lanes
         self.compute: Lane = lanes[0]
         self.copy: Lane = lanes[1]
+        self.memory: TaggedMemory = tagged_memory(self.torch_device)
         self._pinned: list[Tensor] = []
         self.num_unpinned = 0
 

@@ -42,7 +42,9 @@ class DevicePayload:
         """See ``Payload``."""
         data = self._block[item.offset : item.offset + item.num_bytes]
         # Of unsigned integers torch copies few kinds; the bits are the same.
-        dtype = {"u": values.dtype}.get(item.dtype.kind) or _torch_dtype(item.dtype)
+        dtype = values.dtype
+        if item.dtype.kind != "u":
+            dtype = torch.from_numpy(np.empty(0, dtype=item.dtype)).dtype
         data.view(dtype).view(item.shape)[at : at + len(values)].copy_(values, non_blocking=True)
 
 
@@ -233,7 +235,3 @@ class CudaRunner:
         pages = self._slots.page_table_SB[slot, : -(-num_tokens // size)].long()
         offsets = torch.arange(size, device=pages.device)
         return (pages[:, None] * size + offsets).view(-1)[:num_tokens]
-
-
-def _torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
