@@ -289,7 +289,7 @@ def test_what_the_process_finds_wrong_is_the_same_error(fx_count_folder, tmp_pat
 def test_an_interrupt_while_it_loads_ends_the_process_too(launched):
     seen: list[tuple[int, int]] = []
 
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(what: str, done: int, total: int) -> None:
         seen.append((done, total))
         signal.raise_signal(signal.SIGINT)
 

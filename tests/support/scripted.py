@@ -76,6 +76,7 @@ def plain_config(
         device="cpu",
         depth=depth,
         page_size=page_size,
+        memory_fraction=None,
         num_pages=num_pages,
         context_len=context_len,
         max_running=max_running,

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dovetail.config.resolve import BYTES_PER_ELEMENT, kv_page_bytes
+from dovetail.config.pool import BYTES_PER_ELEMENT, kv_page_bytes
 from dovetail.config.schema import EngineConfig
 from dovetail.dist.comm import LocalComm
 from dovetail.models.registry import build_model

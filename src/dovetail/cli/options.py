@@ -6,7 +6,7 @@ Owns the spelling of flags. Defaults are those of the structs that the flags fil
 import argparse
 from typing import Any, get_args
 
-from dovetail.config.schema import DeviceName, EngineOptions, LoadFormat, PolicyName
+from dovetail.config.schema import DeviceChoice, EngineOptions, LoadFormat, PolicyName
 from dovetail.wire.request import LogprobKind, SamplingParams
 
 _UNSET = (
@@ -31,14 +31,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--depth", default=_UNSET, type=int, metavar="N",
         help="steps in flight while the next is planned: 0 synchronous, 1 overlap (default: 1)",
     )  # fmt: skip
-    group.add_argument(
-        "--kv-memory", default=_UNSET, metavar="SIZE",
-        help="memory of the KV pool, such as 512MiB or 2GB (default: 512MiB)",
-    )  # fmt: skip
-    group.add_argument(
-        "--num-pages", default=_UNSET, type=int, metavar="N",
-        help="the KV pool in pages; wins over --kv-memory",
-    )  # fmt: skip
+    _add_pool_flags(group)
     group.add_argument(
         "--page-size", default=_UNSET, type=int, metavar="TOKENS",
         help="tokens per KV page (default: 16)",
@@ -74,10 +67,28 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_pool_flags(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--kv-memory", default=_UNSET, metavar="SIZE",
+        help="memory of the KV pool, such as 512MiB or 2GB (default: 512MiB; on a GPU, see "
+        "--memory-fraction)",
+    )  # fmt: skip
+    group.add_argument(
+        "--memory-fraction", default=_UNSET, type=float, metavar="SHARE",
+        help="how full the GPU may get: the KV pool is what weights and the largest step leave of "
+        "that share (default: 0.9, unless the pool's size is given)",
+    )  # fmt: skip
+    group.add_argument(
+        "--num-pages", default=_UNSET, type=int, metavar="N",
+        help="the KV pool in pages; wins over --kv-memory",
+    )  # fmt: skip
+
+
 def _add_device_flags(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
-        "--device", default=_UNSET, choices=get_args(DeviceName),
-        help="where the model runs; cuda is one NVIDIA GPU (default: cpu)",
+        "--device", default=_UNSET, choices=get_args(DeviceChoice),
+        help="where the model runs; cuda is one NVIDIA GPU, auto takes it if it is there and runs "
+        "this model (default: auto)",
     )  # fmt: skip
     group.add_argument(
         "--load-format", default=_UNSET, choices=get_args(LoadFormat),

@@ -1,20 +1,32 @@
-"""What a waiting user sees: bars on standard error, and an engine that shows its loading.
+"""What a waiting user sees: bars on standard error, and an engine that shows how it starts.
 
 Owns the bars. They are gone when they are done, and there are none without a terminal, so standard
-output and logs hold results alone.
+output holds results alone.
 """
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 import dovetail
 from dovetail.cli.loading import load
 from dovetail.core.client import EngineClient
 from dovetail.core.process import RemoteEngine
+
+LONG_SECONDS = 2.0
+"""What took longer is worth a line where there is no terminal."""
 
 
 def progress_bar() -> Progress:
@@ -33,14 +45,25 @@ def progress_bar() -> Progress:
 
 
 @contextmanager
-def loading_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show how weights load: yields what an engine takes as ``on_progress``."""
-    progress = progress_bar()
-    task = progress.add_task("loading weights", total=None)
+def starting_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Show how an engine starts: yields what it takes as ``on_progress``.
 
-    def on_progress(done: int, total: int) -> None:
+    A bar for each thing that is done; without a terminal, a line for what took long.
+    """
+    progress = progress_bar()
+    bars: dict[str, TaskID] = {}
+    started = time.monotonic()
+
+    def on_progress(what: str, num_done: int, num_total: int) -> None:
+        nonlocal started
         progress.start()  # not earlier: a download before it shows bars of its own
-        progress.update(task, completed=done, total=total)
+        if what not in bars:
+            bars[what] = progress.add_task(what)
+        progress.update(bars[what], completed=num_done, total=num_total)
+        if num_done == num_total:
+            taken, started = time.monotonic() - started, time.monotonic()
+            if progress.disable and taken > LONG_SECONDS:
+                print(f"dovetail: {what}: {num_total} in {taken:.1f} s", file=sys.stderr)
 
     try:
         yield on_progress
@@ -50,14 +73,14 @@ def loading_bar() -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def open_engine(options: dict[str, Any]) -> Iterator["dovetail.Engine"]:
-    """Make an engine, show how its weights load, and close it in the end."""
-    with loading_bar() as on_progress:
+    """Make an engine, show how it starts, and close it in the end."""
+    with starting_bars() as on_progress:
         engine = load("dovetail.core.engine").Engine(on_progress=on_progress, **options)
     with engine:
         yield engine
 
 
 def open_client(options: dict[str, Any]) -> EngineClient:
-    """Start an engine in a process of its own, and show how its weights load."""
-    with loading_bar() as on_progress:
+    """Start an engine in a process of its own, and show how it starts."""
+    with starting_bars() as on_progress:
         return EngineClient(RemoteEngine(on_progress=on_progress, **options))

@@ -14,7 +14,7 @@ from typing import Any
 import dovetail
 from dovetail.cli.options import engine_options
 from dovetail.cli.progress import open_client
-from dovetail.config.resolve import kv_page_bytes
+from dovetail.config.pool import kv_page_bytes
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import ConfigError
 from dovetail.server.capture_files import CaptureFolder

@@ -4,62 +4,41 @@ Must not touch a device: facts about one are passed in.
 """
 
 import os
-import re
 
 import msgspec
 
 from dovetail.config.capture import ColumnSpec, checked_capture, column_specs
+from dovetail.config.gpu import Gpu, check_gpu_limits
 from dovetail.config.hub import locate_model
 from dovetail.config.model import ModelConfig
 from dovetail.config.payload import readout_bytes, sample_score_bytes
-from dovetail.config.schema import DTypeName, EngineConfig, EngineOptions
+from dovetail.config.pool import (
+    DEFAULT_KV_MEMORY,
+    DEFAULT_MEMORY_FRACTION,
+    MemoryUse,
+    PoolShape,
+    check_pool,
+    kv_page_bytes,
+    pages_of_fraction,
+    pages_of_size,
+)
+from dovetail.config.schema import DeviceName, DTypeName, EngineConfig, EngineOptions
 from dovetail.errors import ConfigError
 from dovetail.wire.typed import field_and_message
 
 MAX_CHUNK_SIZE = 2**20
 """Buffers hold a whole chunk, whether or not one ever comes."""
 
-MAX_CUDA_RUNNING = 4095
-MIN_CUDA_HEAD_DIM = 16
-
 MAX_READOUT_BYTES = 2**22
 """Kept free for read-outs: what a step copies for one request, the others wait for."""
 
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
-}
 
-
-def parse_bytes(field: str, value: int | str) -> int:
-    """Return a number of bytes from ``1048576``, ``"512MiB"`` or ``"1.5GB"``.
-
-    Raises:
-        ConfigError: not a positive size; the message shows the accepted forms.
-    """
-    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(field, f"{value!r} is not a size; write bytes, 512MiB or 2GB")
-    size = int(float(match[1]) * _UNITS[match[2]])
-    if size <= 0:
-        raise ConfigError(field, f"{value!r} is no memory at all")
-    return size
-
-
-def kv_page_bytes(
-    model: ModelConfig, *, dtype: DTypeName, page_size: int, capture: tuple[str, ...] = ()
-) -> int:
-    """Return the bytes of one page: keys and values of all layers, and the captured columns."""
-    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * BYTES_PER_ELEMENT[dtype]
-    rows = sum(spec.row_bytes for spec in column_specs(model, capture).values())
-    return page_size * (kv + rows)
-
-
-def resolve(options: EngineOptions) -> EngineConfig:
+def resolve(options: EngineOptions, gpu: Gpu | None = None) -> EngineConfig:
     """Decide every value that the user left open, and check the whole.
+
+    Args:
+        options: what the user wants.
+        gpu: the GPU of this machine; None if there is none.
 
     Raises:
         ConfigError: the model cannot be found, an option is out of range, or the options
@@ -69,19 +48,24 @@ def resolve(options: EngineOptions) -> EngineConfig:
     reasons: dict[str, str] = {}
     folder, reasons["model_folder"] = locate_model(options.model)
     model = ModelConfig.from_folder(folder)
-    if options.device == "cuda":
-        _check_cuda(options, model)
-    dtype = _decide_dtype(options, model, reasons)
+    device = _decide_device(options, model, gpu, reasons)
+    dtype = _decide_dtype(options, device, reasons)
     context_len = _decide_context_len(options, model, reasons)
     capture = checked_capture(options.capture, model)
-    page_bytes = kv_page_bytes(model, dtype=dtype, page_size=options.page_size, capture=capture)
-    num_pages = _decide_num_pages(options, page_bytes, context_len, reasons)
+    memory_fraction = _decide_memory_fraction(options, device, reasons)
+    pool = PoolShape(
+        page_size=options.page_size,
+        page_bytes=kv_page_bytes(model, dtype=dtype, page_size=options.page_size, capture=capture),
+        context_len=context_len,
+        max_running=options.max_running,
+    )
+    num_pages = _decide_num_pages(options, device, memory_fraction, pool, reasons)
     depth = 1 if options.depth is None else options.depth
     reasons["depth"] = "default: overlap" if options.depth is None else "given"
     chunk_size = _decide_chunk_size(options, context_len, reasons)
     reasons["max_step_tokens"] = "chunk_size + max_running: a chunk beside a full decode batch"
     for name in (
-        "device", "page_size", "max_running", "max_queued", "policy", "prefix_cache", "capture",
+        "page_size", "max_running", "max_queued", "policy", "prefix_cache", "capture",
         "lanes", "load_format", "graphs",
     ):  # fmt: skip
         reasons[name] = _given(options, name)
@@ -89,9 +73,10 @@ def resolve(options: EngineOptions) -> EngineConfig:
         model_folder=str(folder.resolve()),
         model=model,
         dtype=dtype,
-        device=options.device,
+        device=device,
         depth=depth,
         page_size=options.page_size,
+        memory_fraction=memory_fraction,
         num_pages=num_pages,
         context_len=context_len,
         max_running=options.max_running,
@@ -160,37 +145,42 @@ def _check_ranges(options: EngineOptions) -> None:
         )
 
 
-def _check_cuda(options: EngineOptions, model: ModelConfig) -> None:
-    """Refuse what the GPU's kernels cannot do."""
-    if options.lanes != "inline":
-        raise ConfigError("lanes", "are CUDA streams on a GPU; leave out --lanes")
-    if options.max_running > MAX_CUDA_RUNNING:
-        raise ConfigError(
-            "max_running",
-            f"is {options.max_running}; on a GPU one kernel goes through all rows of a step, so "
-            f"give at most {MAX_CUDA_RUNNING}",
-        )
-    if not _is_power_of_two(options.page_size):
-        raise ConfigError(
-            "page_size", f"is {options.page_size}; on a GPU it must be a power of two, such as 16"
-        )
-    if model.head_dim < MIN_CUDA_HEAD_DIM or not _is_power_of_two(model.head_dim):
-        raise ConfigError(
-            "model",
-            f"has heads of {model.head_dim} dimensions; the GPU's kernels take powers of two from "
-            f"{MIN_CUDA_HEAD_DIM} on, so run it with --device cpu",
+def _decide_device(
+    options: EngineOptions, model: ModelConfig, gpu: Gpu | None, reasons: dict[str, str]
+) -> DeviceName:
+    def check() -> None:
+        check_gpu_limits(
+            max_running=options.max_running,
+            page_size=options.page_size,
+            lanes=options.lanes,
+            model=model,
         )
 
+    if options.device != "auto":
+        reasons["device"] = "given"
+        if options.device == "cuda":
+            check()
+        return options.device
+    if gpu is None:
+        reasons["device"] = "default: no NVIDIA GPU answers"
+        return "cpu"
+    if gpu.problem is not None:
+        reasons["device"] = f"default: not the {gpu.name}, because {gpu.problem}"
+        return "cpu"
+    try:
+        check()
+    except ConfigError as error:
+        reasons["device"] = f"default: not the {gpu.name}, because {error.field} {error.message}"
+        return "cpu"
+    reasons["device"] = f"default: the {gpu.name}"
+    return "cuda"
 
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
 
-
-def _decide_dtype(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> DTypeName:
+def _decide_dtype(options: EngineOptions, device: DeviceName, reasons: dict[str, str]) -> DTypeName:
     if options.dtype != "auto":
         reasons["dtype"] = "given"
         return options.dtype
-    if options.device == "cuda":
+    if device == "cuda":
         reasons["dtype"] = "default on a GPU: what its matrix units are made for"
         return "bfloat16"
     reasons["dtype"] = "default on a CPU: float32 is exact and, on most CPUs, faster than bfloat16"
@@ -273,34 +263,77 @@ def _decide_num_threads(options: EngineOptions, model: ModelConfig, reasons: dic
     return os.cpu_count() or 1
 
 
+def _decide_memory_fraction(
+    options: EngineOptions, device: DeviceName, reasons: dict[str, str]
+) -> float | None:
+    fraction = options.memory_fraction
+    sizes = [name for name in ("kv_memory", "num_pages") if getattr(options, name) is not None]
+    if fraction is None:
+        if device == "cuda" and not sizes:
+            reasons["memory_fraction"] = "default"
+            return DEFAULT_MEMORY_FRACTION
+        reasons["memory_fraction"] = (
+            f"{' and '.join(sizes)} given" if sizes else "of a GPU's memory, and this is a CPU"
+        )
+        return None
+    if not 0.0 < fraction < 1.0:
+        raise ConfigError(
+            "memory_fraction", f"is {fraction:g}; give a share between 0 and 1, such as 0.9"
+        )
+    if sizes:
+        raise ConfigError(
+            "memory_fraction",
+            f"and {sizes[0]} both say how large the KV pool is; give one of them",
+        )
+    if device == "cpu":
+        raise ConfigError(
+            "memory_fraction",
+            "is a share of a GPU's memory, and this engine runs on the CPU; give kv_memory",
+        )
+    reasons["memory_fraction"] = "given"
+    return fraction
+
+
 def _decide_num_pages(
-    options: EngineOptions, page_bytes: int, context_len: int, reasons: dict[str, str]
+    options: EngineOptions,
+    device: DeviceName,
+    memory_fraction: float | None,
+    pool: PoolShape,
+    reasons: dict[str, str],
 ) -> int:
+    if memory_fraction is not None:
+        reasons["num_pages"] = (
+            f"one sequence of context_len tokens, at least; memory_fraction {memory_fraction:g} "
+            "decides when the engine starts, by what weights and the largest step leave"
+        )
+        return pool.least_pages
     if options.num_pages is not None:
         num_pages, field = options.num_pages, "num_pages"
         reasons["num_pages"] = "given"
     else:
-        budget, field = parse_bytes("kv_memory", options.kv_memory), "kv_memory"
-        most = options.max_running * -(-context_len // options.page_size)
-        num_pages = min(budget // page_bytes, most)
-        reasons["num_pages"] = (
-            f"kv_memory {options.kv_memory} at {page_bytes} bytes a page"
-            if num_pages < most
-            else "max_running sequences of context_len tokens; kv_memory would hold more"
-        )
-    if num_pages * options.page_size < context_len:
-        need = -(-context_len // options.page_size)
-        raise ConfigError(
-            field,
-            f"gives {num_pages} pages of {options.page_size} tokens, but one sequence of "
-            f"context_len {context_len} needs {need} pages ({need * page_bytes} bytes); "
-            "raise it or lower context_len",
-        )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if options.device == "cpu" and num_pages * page_bytes > memory:
-        raise ConfigError(
-            field,
-            f"asks for {num_pages * page_bytes} bytes of KV, but this machine has {memory}; "
-            f"give at most {memory // page_bytes} pages",
-        )
+        field, size = "kv_memory", options.kv_memory
+        num_pages, reason = pages_of_size(pool, DEFAULT_KV_MEMORY if size is None else size)
+        reasons["num_pages"] = reason
+    check_pool(pool, num_pages, field, is_on_host=device == "cpu")
     return num_pages
+
+
+def with_measured_pool(config: EngineConfig, use: MemoryUse) -> EngineConfig:
+    """Return a configuration whose pool fills a GPU up to its ``memory_fraction``.
+
+    Raises:
+        ConfigError: too little is left for one context; with the numbers.
+    """
+    assert config.memory_fraction is not None
+    pool = PoolShape(
+        page_size=config.page_size,
+        page_bytes=kv_page_bytes(
+            config.model, dtype=config.dtype, page_size=config.page_size, capture=config.capture
+        ),
+        context_len=config.context_len,
+        max_running=config.max_running,
+    )
+    num_pages, reason = pages_of_fraction(pool, config.memory_fraction, use)
+    return msgspec.structs.replace(
+        config, num_pages=num_pages, reasons=config.reasons | {"num_pages": reason}
+    )

@@ -18,6 +18,7 @@ TOKENIZER_FILE = "tokenizer.json"
 PolicyName = Literal["fcfs", "priority", "longest-prefix"]
 DTypeName = Literal["float32", "bfloat16"]
 DeviceName = Literal["cpu", "cuda"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
 
 
@@ -28,13 +29,18 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         model: a Hugging Face model folder, or the name of a model on the hub, such as
             ``Qwen/Qwen3-0.6B`` (needs the extra ``hub``); None is the embedded tiny MoE.
         dtype: ``float32``, ``bfloat16`` or ``auto`` (see ``config.resolve``).
-        device: ``cpu``, or ``cuda`` for one NVIDIA GPU.
+        device: ``cpu``, ``cuda`` for one NVIDIA GPU, or ``auto``: the GPU, if there is one that
+            runs this model with these options.
         load_format: ``safetensors``, or ``dummy`` for random weights: of the model's folder only
             ``config.json`` is then needed, and the text is that of the embedded tokenizer.
         depth: steps in flight while the next one is planned; 0 is synchronous,
             1 is overlap.
         page_size: tokens per KV page.
-        kv_memory: memory of the KV pool: bytes, or a string such as ``512MiB``.
+        kv_memory: memory of the KV pool: bytes, or a string such as ``512MiB``. Without it a GPU's
+            pool is sized by ``memory_fraction``, and the host's is 512 MiB.
+        memory_fraction: how full the GPU's memory may get, as a share of it, whoever takes it: the
+            KV pool is what weights and the largest step leave of that, measured at start (0.9
+            unless the pool's size is given). Not beside ``kv_memory`` or ``num_pages``.
         num_pages: the KV pool in pages; wins over ``kv_memory``.
         context_len: most tokens of prompt and output together; None is the model's.
         max_running: most sequences that run at once.
@@ -54,11 +60,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     model: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: DeviceName = "cpu"
+    device: DeviceChoice = "auto"
     load_format: LoadFormat = "safetensors"
     depth: int | None = None
     page_size: int = 16
-    kv_memory: int | str = "512MiB"
+    kv_memory: int | str | None = None
+    memory_fraction: float | None = None
     num_pages: int | None = None
     context_len: int | None = None
     max_running: int = 128
@@ -79,7 +86,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         model_folder: absolute path of the model.
         model: what its ``config.json`` says.
         dtype: of weights, activations and KV.
-        num_pages: KV pages of the pool.
+        memory_fraction: of the GPU's memory, up to which the pool fills it; None if the pool's size
+            does not follow from what is left.
+        num_pages: KV pages of the pool. Where ``memory_fraction`` is set, ``resolve`` says the
+            least; the engine measures, and replaces it by what there is room for.
         max_step_tokens: most tokens of one forward: a chunk and a token per running sequence.
         max_payload_bytes: most bytes that a step returns beside its tokens: read-outs, prompt
             logprobs, top logprobs.
@@ -95,6 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: LoadFormat
     depth: int
     page_size: int
+    memory_fraction: float | None
     num_pages: int
     context_len: int
     max_running: int

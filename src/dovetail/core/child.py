@@ -21,6 +21,7 @@ from dovetail.core.link import Link
 from dovetail.core.local import LocalEngine
 from dovetail.core.mailbox import News
 from dovetail.errors import ConfigError, EngineClosed, EngineError
+from dovetail.exec.gpu import find_gpu
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.codec import FROM_ENGINE, TO_ENGINE
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close
@@ -74,11 +75,12 @@ class EngineServer:
         return 0 if engine.loop.is_closing else 1
 
     def _load(self, start: Start) -> LocalEngine:
-        config = resolve(msgspec.msgpack.decode(start.options, type=EngineOptions))
+        options = msgspec.msgpack.decode(start.options, type=EngineOptions)
+        config = resolve(options, find_gpu())
         return LocalEngine(
             config,
             Tokenizer.from_folder(config.tokenizer_folder),
-            on_progress=lambda done, total: self._send(Loading(done, total)),
+            on_progress=lambda what, done, total: self._send(Loading(what, done, total)),
         )
 
     def _read(self) -> None:

@@ -16,6 +16,7 @@ from dovetail.core.port import Progress
 from dovetail.core.prompts import Capture, Prompt
 from dovetail.errors import EngineError
 from dovetail.exec.device import Device
+from dovetail.exec.gpu import find_gpu
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.weights.refit import NamedTensors
 from dovetail.wire.request import LogprobParams, Request, SamplingParams
@@ -31,7 +32,7 @@ class Engine:
 
     Args:
         model: a Hugging Face model folder or a name on the hub; None is the embedded tiny MoE.
-        on_progress: called with (bytes read, bytes in all) while weights load.
+        on_progress: told how the start gets on; see ``core.port.Progress``.
         on_device: for tests; None makes the one that the options name.
         options: see ``EngineOptions``.
 
@@ -57,11 +58,10 @@ class Engine:
     ) -> None:
         if model is not None:
             options["model"] = str(model)
-        self.config = resolve(options_from(options))
-        self.tokenizer = Tokenizer.from_folder(self.config.tokenizer_folder)
-        self.port = LocalEngine(
-            self.config, self.tokenizer, on_progress=on_progress, device=on_device
-        )
+        config = resolve(options_from(options), find_gpu())
+        self.tokenizer = Tokenizer.from_folder(config.tokenizer_folder)
+        self.port = LocalEngine(config, self.tokenizer, on_progress=on_progress, device=on_device)
+        self.config = self.port.config
         self._client = EngineClient(self.port, self.tokenizer)
         self.requests = self._client.requests
 

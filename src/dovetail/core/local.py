@@ -38,6 +38,7 @@ from dovetail.wire.control import Abort, AbortGroup, Admit, Close
 from dovetail.wire.request import Request
 from dovetail.wire.status import EngineStats, Health
 
+LOADING = "loading weights"
 REFIT_POLL_SECONDS = 0.5
 MAX_VERSION = 2**31 - 1
 
@@ -46,9 +47,9 @@ class LocalEngine:
     """An ``EnginePort`` with the loop on a thread of its own in this process.
 
     Args:
-        config: what was decided.
+        config: what was decided; ``self.config`` has the pool as it was measured.
         tokenizer: of the same model.
-        on_progress: called with (bytes read, bytes in all) while weights load.
+        on_progress: told how the start gets on; see ``core.port.Progress``.
         device: for tests; None makes the one that the configuration names.
         max_open: most generations that may run or wait; None is no limit.
         health_timeout_s: a loop that has not turned for longer is ``stalled``.
@@ -67,6 +68,8 @@ class LocalEngine:
         max_open: int | None = None,
         health_timeout_s: float = HEALTH_TIMEOUT_SECONDS,
     ) -> None:
+        # What runs may have a larger pool than was asked for, so it comes first.
+        executor, self._model, config = _build_executor(config, device, on_progress)
         self.config = config
         self.ledger = KVLedger(
             (PagedGroup(name="paged", page_size=config.page_size),), (config.num_pages,)
@@ -78,7 +81,6 @@ class LocalEngine:
             special_ids=tokenizer.special_ids,
         )
         self._inbox, self._outbox = Inbox(), Outbox(max_open=max_open)
-        executor, self._model = _build_executor(config, device, on_progress)
         self.loop = EngineLoop(
             self.scheduler,
             executor,
@@ -177,9 +179,10 @@ def _end_loop(inbox: Inbox, thread: threading.Thread) -> None:
 
 def _build_executor(
     config: EngineConfig, device: Device | None, on_progress: Progress | None
-) -> tuple[Executor, DecoderLM]:
-    """Return the executor, and the model that it runs."""
+) -> tuple[Executor, DecoderLM, EngineConfig]:
+    """Return the executor, the model that it runs, and the configuration with its real pool."""
     check_capture(config.model, config.capture)
+    on_progress = on_progress or _ignore
     backend, comm, folder = load_backend(config, device), LocalComm(), Path(config.model_folder)
     build = partial(
         build_model,
@@ -192,16 +195,24 @@ def _build_executor(
     if not is_dummy:
         # Without memory first: sizes that are not the checkpoint's may be more than there is.
         check_weights(build(device="meta"), folder)
-    model = build(device=backend.device.torch_device)
+    model = build(
+        device=backend.device.torch_device,
+        allocate=partial(backend.device.memory.zeros, "weights"),
+    )
     if is_dummy:
         fill_with_noise(model)
     else:
-        load_weights(model, folder, comm=comm, on_progress=on_progress)
-    executor = Executor(config, backend.make_runner(model), backend.device)
+        load_weights(model, folder, comm=comm, on_progress=partial(on_progress, LOADING))
+    config = backend.size_pool(model)
+    executor = Executor(config, backend.make_runner(config, model, on_progress), backend.device)
     if config.capture:
         try:
             check_capture_works(executor, config)
         except BaseException:
             executor.close()
             raise
-    return executor, model
+    return executor, model, config
+
+
+def _ignore(what: str, num_done: int, num_total: int) -> None:
+    """Nobody asked how the start gets on."""

@@ -16,8 +16,9 @@ from dovetail.wire.status import EngineStats, Health
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 
-Progress = Callable[[int, int], None]
-"""Told (bytes read, bytes in all) while weights load."""
+Progress = Callable[[str, int, int], None]
+"""Told (what is done, how much of it is done, how much there is) while an engine starts: weights
+load, and on a GPU graphs are recorded."""
 
 
 class EnginePort(Protocol):

@@ -58,7 +58,7 @@ class RemoteEngine:
 
     Args:
         model: as for ``Engine``.
-        on_progress: called with (bytes read, bytes in all) while weights load.
+        on_progress: told how the start gets on; see ``core.port.Progress``.
         health_timeout_s: a loop of which no turn is known for longer is ``stalled``. An idle loop
             turns every half second and tells of it as often, so give at least 2.
         options: see ``EngineOptions``.
@@ -148,9 +148,9 @@ class RemoteEngine:
             except EOFError:
                 raise EngineClosed(f"{_obituary(self._process)} before it could serve") from None
             match message:
-                case Loading(done_bytes, total_bytes):
+                case Loading(what, num_done, num_total):
                     if on_progress is not None:
-                        on_progress(done_bytes, total_bytes)
+                        on_progress(what, num_done, num_total)
                 case Ready():
                     return message
                 case Refused(field, text):

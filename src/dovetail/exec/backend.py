@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dovetail.config.schema import EngineConfig
 from dovetail.exec.device import Device
 from dovetail.exec.executor import Runner
 from dovetail.kernels.backend import LayerKernels
 from dovetail.models.causal_lm import CausalLM
+
+OnProgress = Callable[[str, int, int], None]
+"""Told (what is done, how much of it is done, how much there is) while an engine starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +20,12 @@ class Backend:
     Attributes:
         device: see ``exec.device``.
         kernels: the operations of the model's layers.
-        make_runner: from a model on the device to the compute lane's part of its steps.
+        size_pool: from a model on the device to the configuration with the pool that it leaves room
+            for; raises ConfigError if that is too little.
+        make_runner: from the configuration and a model to the compute lane's part of its steps.
     """
 
     device: Device
     kernels: LayerKernels
-    make_runner: Callable[[CausalLM], Runner]
+    size_pool: Callable[[CausalLM], EngineConfig]
+    make_runner: Callable[[EngineConfig, CausalLM, OnProgress], Runner]

@@ -11,4 +11,9 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
     """Return the backend; a device is given by tests."""
     if device is None:
         device = ThreadedCpuDevice() if config.lanes == "threaded" else CpuDevice()
-    return Backend(device, layers, lambda model: StepRunner(config, model, device))
+    return Backend(
+        device,
+        layers,
+        size_pool=lambda model: config,  # the host's pool has a size that is given
+        make_runner=lambda config, model, on_progress: StepRunner(config, model, device),
+    )

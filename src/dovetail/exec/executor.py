@@ -69,10 +69,11 @@ class Executor:
         self._columns = config.columns
         self._schema = packet_schema(config)
         self._writer = PacketWriter(self._schema)
-        ring = partial(BlockRing, device, num_blocks=config.depth + 2)
-        self._staging = ring(num_bytes=self._schema.num_bytes)
-        self._results = ring(num_bytes=4 * RESULT_WORDS * config.max_running)
-        self._payloads = ring(num_bytes=config.max_payload_bytes)
+        packet, result, payload = _block_bytes(config)
+        ring = partial(BlockRing, device, num_blocks=_num_blocks(config))
+        self._staging, self._results, self._payloads = (
+            ring(num_bytes=num_bytes) for num_bytes in (packet, result, payload)
+        )
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Queue one step; see ``StepExecutor``."""
@@ -169,6 +170,22 @@ class Executor:
             result.device,
             None if payload is None else payload.device,
         )
+
+
+def transfer_bytes(config: EngineConfig) -> int:
+    """Return the device memory that an executor takes for packets and what comes back."""
+    return _num_blocks(config) * sum(_block_bytes(config))
+
+
+def _num_blocks(config: EngineConfig) -> int:
+    """Those of the steps in flight, of one that is built, and of one that is read."""
+    return config.depth + 2
+
+
+def _block_bytes(config: EngineConfig) -> tuple[int, int, int]:
+    """Return the bytes of a packet, a result block and a payload block."""
+    result_bytes = 4 * RESULT_WORDS * config.max_running
+    return packet_schema(config).num_bytes, result_bytes, config.max_payload_bytes
 
 
 def _upload(block: TransferBlock, num_bytes: int) -> None:

@@ -22,6 +22,7 @@ from dovetail.kernels import api
 from dovetail.models.causal_lm import CausalLM
 from dovetail.sampling.masks import Support, support_of
 from dovetail.sched.plan import LogprobKindId
+from dovetail.wire.validate import MAX_MASK_IDS, MAX_TOP_LOGPROBS
 
 HEAD_BLOCK = 64
 """Rows of hidden states that become logits at once when a prompt is scored: logits of a whole
@@ -117,6 +118,14 @@ class ScoreWriter:
             )
             num_scored += score.count
         return masked
+
+    def rehearse(self, hidden_TM: Tensor, draws: api.Draws) -> None:
+        """Compute what a step's scores take most memory for, and drop it."""
+        vocab_size = draws.scaled_NV.shape[1]
+        support_of(draws, 0, is_greedy=False, max_ids=min(MAX_MASK_IDS, vocab_size))
+        logits_BV = self._model.logits(hidden_TM[:HEAD_BLOCK]) / 1.0
+        log_total_B = torch.logsumexp(logits_BV, dim=-1)
+        api.top_logprobs(logits_BV, log_total_B, min(MAX_TOP_LOGPROBS, vocab_size))
 
     def _write_draw(
         self, step: ScoredStep, slices: ScoreSlices, payload: Payload, slot: int, ids_J: Tensor

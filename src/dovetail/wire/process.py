@@ -18,10 +18,11 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """So many bytes of the weights have been read, of so many."""
+    """The start has done so much of something, of so much."""
 
-    done_bytes: int
-    total_bytes: int
+    what: str
+    num_done: int
+    num_total: int
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

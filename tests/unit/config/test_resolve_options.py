@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dovetail.config.resolve import kv_page_bytes, options_from, parse_bytes, resolve
+from dovetail.config.pool import kv_page_bytes, parse_bytes
+from dovetail.config.resolve import options_from, resolve
 from dovetail.config.schema import EngineConfig, EngineOptions
 from dovetail.errors import ConfigError
 

@@ -84,7 +84,7 @@ def test_messages_to_the_engine(message):
 @pytest.mark.parametrize(
     "message",
     [
-        Loading(1, 2**40),
+        Loading("loading weights", 1, 2**40),
         Ready(b"config", Heartbeat(0.25, STATS)),
         Refused("max_running", "is 0"),
         Refused(None, "MemoryError()"),

@@ -1,17 +1,23 @@
 """One NVIDIA GPU as a backend of the executor."""
 
+from functools import partial
+
 import torch
 
+from dovetail.config.resolve import with_measured_pool
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import ConfigError
-from dovetail.exec.backend import Backend
+from dovetail.exec.backend import Backend, OnProgress
 from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.cuda.graphs import CudaGraphs, Tiers
+from dovetail.exec.cuda.profile import drop_unused, memory_use
 from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.device import Device
 from dovetail.exec.executor import Runner
 from dovetail.kernels.registry import load_kernels
 from dovetail.models.causal_lm import CausalLM
+
+RECORDING = "recording graphs"
 
 
 def backend(config: EngineConfig, device: Device | None) -> Backend:
@@ -34,14 +40,23 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
         tile_tokens=kernels.tile_tokens(group),
     )
 
-    def make_runner(model: CausalLM) -> Runner:
+    def size_pool(model: CausalLM) -> EngineConfig:
+        if config.memory_fraction is None:
+            return config
+        graphs = CudaGraphs(tiers) if config.graphs else None
+        use = memory_use(config, model, gpu, kernels, graphs)
+        del graphs
+        drop_unused()
+        return with_measured_pool(config, use)
+
+    def make_runner(config: EngineConfig, model: CausalLM, on_progress: OnProgress) -> Runner:
         graphs = CudaGraphs(tiers) if config.graphs else None
         runner = CudaRunner(config, model, gpu, kernels, graphs)
         # Memory was allocated and filled on another stream than the lanes'.
         torch.cuda.synchronize(gpu.torch_device)
         if graphs is not None:  # before the first step, while the inputs are padding
-            gpu.compute.submit(graphs.record, runner.forward)
+            gpu.compute.submit(graphs.record, runner.forward, partial(on_progress, RECORDING))
             torch.cuda.synchronize(gpu.torch_device)
         return runner
 
-    return Backend(gpu, kernels, make_runner)
+    return Backend(gpu, kernels, size_pool, make_runner)

@@ -90,8 +90,13 @@ class CudaGraphs:
         self._tiers = tiers
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Forwarded]] = {}
 
-    def record(self, forward: Callable[[StepShape], Forwarded]) -> None:
-        """Record ``forward`` for all tiers, the largest first: the others fit into its memory."""
+    def record(
+        self, forward: Callable[[StepShape], Forwarded], on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Record ``forward`` for all tiers, the largest first: the others fit into its memory.
+
+        ``on_progress`` is told after each how many are done, and how many there are.
+        """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         for shape in self._tiers.shapes:
@@ -103,6 +108,7 @@ class CudaGraphs:
             ):
                 forwarded = forward(shape)
             self._graphs[shape] = graph, forwarded
+            on_progress(len(self._graphs), len(self._tiers.shapes))
 
     def padded(self, shape: StepShape) -> StepShape | None:
         """See ``StepGraphs``."""

@@ -17,7 +17,7 @@ from dovetail.capture.direct import DirectRecorder
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.cuda.graphs import StepGraphs
 from dovetail.exec.cuda.pack import pack
-from dovetail.exec.cuda.shaped import ShapedDraws
+from dovetail.exec.cuda.shaped import ShapedDraws, Shaping
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors, step_shape
 from dovetail.exec.cuda.tenants import Tenants
 from dovetail.exec.cuda.unpack import Unpacker
@@ -175,6 +175,22 @@ class CudaRunner:
         )
         is_spoilt_T = ~torch.isfinite(hidden_TM.abs().amax(dim=-1))
         return Forwarded(hidden_TM, logits_RV, is_spoilt_T, draws)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run the largest step there can be, by itself, with all that may be asked of it.
+
+        Before the first step, while all inputs are padding: nothing that anybody reads is written.
+        What it takes of memory, no step takes more.
+        """
+        num_rows, num_tokens = self._config.max_running, self._config.max_step_tokens
+        num_tiles = num_rows + -(-num_tokens // self._tile_tokens)
+        forwarded = self.forward(StepShape(num_rows, num_tokens, num_rows, num_tiles))
+        everything = Shaping(
+            penalises=True, biases=True, num_cut=num_rows, has_raw=True, has_truncated=True
+        )
+        draws = self._shaped.draw(forwarded.logits_RV, everything)
+        self._scores.rehearse(forwarded.hidden_TM, draws)
 
     def _works(self, shape: StepShape) -> list[WorkItems]:
         """Divide the work of attention: decode rows, and prompt chunks."""

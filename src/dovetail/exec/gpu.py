@@ -1,0 +1,26 @@
+"""Which GPU there is: the facts that ``config.resolve`` is given."""
+
+from importlib.util import find_spec
+
+import torch
+
+from dovetail.config.gpu import Gpu
+
+_LEAST_CAPABILITY = (8, 0)
+"""Ampere: the first whose matrix units take bfloat16."""
+
+
+def find_gpu() -> Gpu | None:
+    """Return this process's first NVIDIA GPU; None if none answers."""
+    if not torch.cuda.is_available():
+        return None
+    name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    problem = None
+    if torch.version.hip is not None:
+        problem = "its kernels are made for NVIDIA GPUs"
+    elif capability < _LEAST_CAPABILITY:
+        found, least = (".".join(map(str, pair)) for pair in (capability, _LEAST_CAPABILITY))
+        problem = f"its compute capability is {found}, and the kernels need {least}"
+    elif find_spec("triton") is None:
+        problem = "its kernels need the package triton"
+    return Gpu(name=name, problem=problem)
