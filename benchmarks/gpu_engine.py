@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", default=["a", "b", "c"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 128, 256])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--kv-memory", default="40GiB")
+    parser.add_argument("--kv-memory", help="default: 0.9 of the GPU, less what else is there")
     parser.add_argument("--chunk-size", type=int, default=8192)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -43,7 +43,7 @@ def same(ours, wanted) -> None:
 
 @pytest.fixture(scope="module")
 def wanted():
-    return outputs(depth=1)
+    return outputs(device="cpu", depth=1)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -81,23 +81,45 @@ def test_a_draw_that_is_shaped_is_that_of_the_cpu() -> None:
         np.testing.assert_allclose(a.prompt_logprobs[1:], b.prompt_logprobs[1:], atol=2e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_submitting_waits_for_nothing(wanted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch raises at any call that would wait for the GPU."""
-    original, num_steps = Executor.submit, []
+@pytest.fixture
+def submissions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each step; PyTorch raises if submitting one makes a call that waits for the GPU."""
+    original, num_rows = Executor.submit, []
 
     def submit(self, plan):
         if self._runner._graphs._graphs:  # when all is compiled
             torch.cuda.set_sync_debug_mode("error")
         try:
-            num_steps.append(len(plan.rows))
+            num_rows.append(len(plan.rows))
             return original(self, plan)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(Executor, "submit", submit)
+    return num_rows
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_submitting_waits_for_nothing(wanted, submissions: list[int]) -> None:
     same(outputs(device="cuda"), wanted)
-    assert len(num_steps) > 40
+    assert len(submissions) > 40
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("kind", ["scaled", "raw", "truncated"])
+def test_submitting_shaped_draws_waits_for_nothing(kind, submissions: list[int]) -> None:
+    """Truncation, penalties, biases, top lists, asked ids, masks."""
+    logprobs = LogprobParams(
+        kind=kind, top_logprobs_num=3, token_ids_logprob=(5,), sampling_mask=True,
+        logprob_start_len=-1 if kind == "truncated" else 0,
+    )  # fmt: skip
+    sampling = [SHAPED, SAMPLING[0], SAMPLING[1], SHAPED, SHAPED, SAMPLING[1], SHAPED]
+    assert len(sampling) == len(PROMPTS)
+    ours, theirs = (outputs(sampling, logprobs, device=name) for name in ("cuda", "cpu"))
+    same(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.sampling_mask == b.sampling_mask
+    assert len(submissions) > 40
 
 
 def test_bfloat16_runs(wanted) -> None:
