@@ -5,6 +5,7 @@ import torch
 
 from dovetail.errors import DeviceError
 from dovetail.exec.cuda.device import CudaDevice
+from dovetail.exec.cuda.upload import staged_copies
 
 pytestmark = pytest.mark.cuda
 
@@ -70,3 +71,20 @@ def test_a_full_gpu_is_a_device_error(device: CudaDevice) -> None:
         device.compute.submit(
             lambda: torch.empty(2**50, dtype=torch.uint8, device=device.torch_device) and None
         )
+
+
+def test_staged_copies_are_the_copies(device: CudaDevice) -> None:
+    """Slices of rows, a last one that is short, a row larger than a slot, strides, other dtypes."""
+    shapes = [(), (5,), (1000, 3), (7, 300), (3, 2000), (64, 16)]
+    sources = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in shapes]
+    whole = torch.zeros(64, 40, dtype=torch.bfloat16, device="cuda")
+    targets = [torch.zeros(s, dtype=torch.bfloat16, device="cuda") for s in shapes[:-1]]
+    targets.append(whole[:, 8:24])
+    with staged_copies(device, slot_bytes=2048, num_slots=2) as copy:
+        for target, source in zip(targets, sources, strict=True):
+            torch.cuda._sleep(10_000_000)  # what is on its way stays there for a while
+            copy(target, source)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target.cpu(), source.bfloat16())
+    assert whole[:, :8].eq(0).all() and whole[:, 24:].eq(0).all()
+    assert not device._pinned

@@ -202,7 +202,10 @@ def _build_executor(
     if is_dummy:
         fill_with_noise(model)
     else:
-        load_weights(model, folder, comm=comm, on_progress=partial(on_progress, LOADING))
+        with backend.weight_copies() as copy:
+            load_weights(
+                model, folder, comm=comm, on_progress=partial(on_progress, LOADING), copy=copy
+            )
     config = backend.size_pool(model)
     executor = Executor(config, backend.make_runner(config, model, on_progress), backend.device)
     if config.capture:

@@ -12,7 +12,7 @@ from torch import nn
 from dovetail.dist.comm import Comm
 from dovetail.weights.checkpoint import Checkpoint
 from dovetail.weights.manifest import check_tied, match_pieces, tied_names
-from dovetail.weights.mapping import Piece
+from dovetail.weights.mapping import Copy, Piece, copy_at_once
 
 
 def load_weights(
@@ -21,6 +21,7 @@ def load_weights(
     *,
     comm: Comm,
     on_progress: Callable[[int, int], None] | None = None,
+    copy: Copy = copy_at_once,
 ) -> None:
     """Fill every parameter of a model from a Hugging Face folder.
 
@@ -31,6 +32,7 @@ def load_weights(
         folder: holds ``model.safetensors``, or shards and their index.
         comm: the ranks the model was built for; each takes its share.
         on_progress: called after each tensor with the number of tensors done and of all.
+        copy: how data gets into the parameters' memory.
 
     Raises:
         ConfigError: the weights are missing, damaged, or not those of this model.
@@ -38,7 +40,7 @@ def load_weights(
     checkpoint = Checkpoint.open(folder)
     pieces = plan_load(model, checkpoint)
     for num_done, (name, tensor) in enumerate(checkpoint.read(pieces), start=1):
-        pieces[name].fill(tensor, comm.rank, comm.size)
+        pieces[name].fill(tensor, comm.rank, comm.size, copy)
         if on_progress is not None:
             on_progress(num_done, len(pieces))
 

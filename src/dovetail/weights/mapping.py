@@ -5,7 +5,7 @@ where several tensors are fused into one parameter, so the mapping goes by the p
 serves every family. Must not know files.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -26,6 +26,16 @@ _EXPERTS = {
 }
 
 
+Copy = Callable[[Tensor, Tensor], None]
+"""Copies into a place within a parameter, given first, what belongs there, from the host's memory;
+converts the dtype."""
+
+
+def copy_at_once(target: Tensor, source: Tensor) -> None:
+    """Copy; done when it returns. A ``Copy``."""
+    target.copy_(source)
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The place of one checkpoint tensor: a region of a rank's parameter.
@@ -42,9 +52,9 @@ class Piece:
     shape: tuple[int, ...]
     shard: Shard
 
-    def fill(self, tensor: Tensor, rank: int, size: int) -> None:
+    def fill(self, tensor: Tensor, rank: int, size: int, copy: Copy = copy_at_once) -> None:
         """Copy this rank's share into the parameter's memory, converting the dtype."""
-        self.parameter.data[self.region].copy_(self.shard.take(tensor, rank, size))
+        copy(self.parameter.data[self.region], self.shard.take(tensor, rank, size))
 
 
 def pieces_of(

@@ -1,4 +1,4 @@
-"""The GPU is taken if it runs the model, and its pool is what weights and the largest step leave."""
+"""The GPU is taken if it runs the model; its pool is what weights and the largest step leave."""
 
 import json
 from pathlib import Path

@@ -6,12 +6,13 @@ import torch
 
 from dovetail.config.resolve import with_measured_pool
 from dovetail.config.schema import EngineConfig
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, InvariantError
 from dovetail.exec.backend import Backend, OnProgress
 from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.cuda.graphs import CudaGraphs, Tiers
 from dovetail.exec.cuda.profile import drop_unused, memory_use
 from dovetail.exec.cuda.runner import CudaRunner
+from dovetail.exec.cuda.upload import staged_copies
 from dovetail.exec.device import Device
 from dovetail.exec.executor import Runner
 from dovetail.kernels.registry import load_kernels
@@ -30,7 +31,9 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
         raise ConfigError(
             "device", "'cuda' needs an NVIDIA GPU and a CUDA build of PyTorch; none answers here"
         )
-    gpu = CudaDevice() if device is None else device
+    gpu = device or CudaDevice()
+    if not isinstance(gpu, CudaDevice):
+        raise InvariantError("'cuda' was given a device that is no GPU")
     kernels = load_kernels("triton", gpu.torch_device)
 
     group = config.model.num_heads // config.model.num_kv_heads
@@ -59,4 +62,4 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
             torch.cuda.synchronize(gpu.torch_device)
         return runner
 
-    return Backend(gpu, kernels, size_pool, make_runner)
+    return Backend(gpu, kernels, partial(staged_copies, gpu), size_pool, make_runner)

@@ -113,6 +113,14 @@ class CudaDevice:
             self.num_unpinned += 1
         return block
 
+    def release_host_block(self, block: Tensor) -> None:
+        """Unpin a host block that nothing on the device uses any more."""
+        runtime: Any = torch.cuda.cudart()
+        for index, pinned in enumerate(self._pinned):
+            if pinned is block:
+                runtime.cudaHostUnregister(self._pinned.pop(index).data_ptr())
+                return
+
     def device_block(self, num_bytes: int) -> Tensor:
         """Return zeroed memory; zeroed on the compute lane, so that its work comes after."""
         with torch.cuda.stream(self._lanes[0].stream):
