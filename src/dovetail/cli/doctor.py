@@ -8,10 +8,10 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
@@ -20,8 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 import dovetail
+from dovetail.config.gpu import Gpu, has_nvidia_driver
 from dovetail.config.hub import HUB_INSTALL
 from dovetail.core.engine import Engine
+from dovetail.exec.cuda.driver import tagged_memory
+from dovetail.exec.gpu import find_gpu
+from dovetail.exec.memory import TaggedMemory
+from dovetail.kernels.choices import kernel_choices
 from dovetail.wire.request import SamplingParams
 
 GOLDEN_PROMPT = "ROMEO\n"
@@ -78,14 +83,19 @@ def examine() -> Iterator[Finding]:
     yield _cpu()
     yield _openmp(torch.get_num_threads(), os.environ.get("OMP_WAIT_POLICY"))
     yield _gpu(
-        is_there=shutil.which("nvidia-smi") is not None or torch.cuda.is_available(),
+        is_there=has_nvidia_driver() or torch.cuda.is_available(),
         answers=torch.cuda.is_available(),
         has_triton=_version("triton") is not None,
     )
+    gpu = find_gpu()
+    yield _kernels(gpu)
     yield _pinned_memory(has_cuda=torch.cuda.is_available())
+    yield _mapped_memory(None if gpu is None else tagged_memory(torch.device("cuda", 0)))
     for name in OPTIONAL:
         yield _optional(name)
-    yield _embedded_model(_golden_run)
+    yield _embedded_model("embedded model", partial(_golden_run, "cpu"))
+    if gpu is not None and gpu.problem is None:
+        yield _embedded_model("embedded model on the GPU", partial(_golden_run, "cuda"))
 
 
 def _python() -> Finding:
@@ -154,7 +164,31 @@ def _gpu(*, is_there: bool, answers: bool, has_triton: bool) -> Finding:
             detail=f"{name} answers, but its kernels need the package triton",
             fix="pip install triton; a CUDA build of PyTorch brings it",
         )
-    return Finding(what="gpu", verdict="ok", detail=f"{name}; --device cuda uses it")
+    return Finding(
+        what="gpu", verdict="ok", detail=f"{name}; taken if it runs the model (--device auto)"
+    )
+
+
+def _kernels(gpu: Gpu | None) -> Finding:
+    device_type = "cpu" if gpu is None or gpu.problem else "cuda"
+    choices = [f"{choice.operations}: {choice.backend}" for choice in kernel_choices(device_type)]
+    detail = "; ".join(choices) + " (config explain says why)"
+    return Finding(what="kernels", verdict="ok", detail=detail)
+
+
+def _mapped_memory(memory: TaggedMemory | None) -> Finding:
+    """Whether a GPU's memory can go and come back at the same addresses."""
+    what = "mapped memory"
+    if memory is None:
+        return Finding(what=what, verdict="ok", detail="not needed: the device is the host")
+    if memory.can_unmap:
+        return Finding(what=what, verdict="ok", detail="weights and KV can be given back in place")
+    return Finding(
+        what=what,
+        verdict="missing",
+        detail=f"cannot be had: {memory.reason}; weights and KV cannot be given back",
+        fix="pip install 'dovetail[gpu]'",
+    )
 
 
 def _pinned_memory(*, has_cuda: bool) -> Finding:
@@ -181,8 +215,8 @@ def _optional(name: str) -> Finding:
     return Finding(what=name, verdict="ok", detail=f"{found}; for {purpose}")
 
 
-def _embedded_model(run: Callable[[], tuple[int, ...]]) -> Finding:
-    what, started = "embedded model", time.perf_counter()
+def _embedded_model(what: str, run: Callable[[], tuple[int, ...]]) -> Finding:
+    started = time.perf_counter()
     try:
         token_ids = run()
     except Exception as error:  # whatever it is, it is what was asked for
@@ -209,9 +243,9 @@ def _embedded_model(run: Callable[[], tuple[int, ...]]) -> Finding:
     )
 
 
-def _golden_run() -> tuple[int, ...]:
+def _golden_run(device: str) -> tuple[int, ...]:
     params = SamplingParams(temperature=0.0, max_new_tokens=len(GOLDEN_TOKEN_IDS))
-    with Engine() as engine:
+    with Engine(device=device, dtype="float32", kv_memory="64MiB") as engine:
         [generation] = engine.generate(GOLDEN_PROMPT, params)
     return generation.token_ids
 

@@ -1,7 +1,8 @@
 """``dovetail config explain``: every decided value, and who decided it.
 
 Owns the presentation; the values and reasons are those of ``config.resolve``, so what is shown is
-what an engine with the same flags would run with. No weights are read.
+what an engine with the same flags would run with. No weights are read, so a pool that is sized by
+what they leave of a GPU is not known yet.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from dovetail.cli.loading import load
 from dovetail.cli.options import engine_options
+from dovetail.config.gpu import has_nvidia_driver
 from dovetail.config.resolve import options_from, resolve
 from dovetail.config.schema import EngineConfig
 
@@ -21,17 +23,20 @@ _ELSEWHERE = ("model", "reasons")  # fields of a config that have a place of the
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    config = resolve(options_from(engine_options(args)))
+    gpu = load("dovetail.exec.gpu").find_gpu() if has_nvidia_driver() else None
+    config = resolve(options_from(engine_options(args)), gpu)
     values = decisions(config)
     console = Console(highlight=False)
     if not args.json:
         console.print(_decision_table(values))
     # It loads torch, for which nobody should wait to see what has been decided.
-    facts = load("dovetail.cli.facts").model_facts(config)
+    found = load("dovetail.cli.facts")
+    facts, means = found.model_facts(config), found.device_means(config)
     if args.json:
-        print(json.dumps({"config": values, "model": facts}, indent=2))
-    else:
-        console.print(_fact_table(facts))
+        print(json.dumps({"config": values, "model": facts, "device": means}, indent=2))
+        return 0
+    console.print(_fact_table(facts, is_least_pool=config.memory_fraction is not None))
+    console.print(_means_table(means))
     return 0
 
 
@@ -61,10 +66,20 @@ def _decision_table(values: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _fact_table(facts: dict[str, Any]) -> Table:
+def _fact_table(facts: dict[str, Any], *, is_least_pool: bool) -> Table:
     table = Table("fact", "is", "note", title="model", title_justify="left")
     for name, value in facts.items():
-        table.add_row(name, _shown(name, value), _FACT_NOTES.get(name, ""))
+        notes = [_FACT_NOTES.get(name, "")]
+        if is_least_pool and name.startswith("kv_pool_"):
+            notes.append("at least; decided when the engine starts")
+        table.add_row(name, _shown(name, value), "; ".join(note for note in notes if note))
+    return table
+
+
+def _means_table(means: list[dict[str, str]]) -> Table:
+    table = Table("operation", "by", "because", title="device", title_justify="left")
+    for row in means:
+        table.add_row(row["what"], row["by"], row["reason"])
     return table
 
 

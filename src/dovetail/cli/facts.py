@@ -1,4 +1,7 @@
-"""What a model is and costs, as ``dovetail config explain`` shows it. Builds it without memory."""
+"""What ``dovetail config explain`` shows of a model and of the device that runs it.
+
+Builds the model without memory.
+"""
 
 from typing import Any
 
@@ -7,6 +10,9 @@ import torch
 from dovetail.config.pool import BYTES_PER_ELEMENT, kv_page_bytes
 from dovetail.config.schema import EngineConfig
 from dovetail.dist.comm import LocalComm
+from dovetail.exec.cuda.driver import tagged_memory
+from dovetail.exec.memory import TaggedMemory, host_memory
+from dovetail.kernels.choices import kernel_choices
 from dovetail.models.registry import build_model
 
 
@@ -49,3 +55,16 @@ def model_facts(config: EngineConfig) -> dict[str, Any]:
         "kv_pool_tokens": pool_tokens,
         "kv_pool_contexts": round(pool_tokens / config.context_len, 2),
     }
+
+
+def device_means(config: EngineConfig) -> list[dict[str, str]]:
+    """Return what computes and what remembers on the device: ``what``, ``by``, ``reason`` each."""
+    means = [
+        {"what": choice.operations, "by": choice.backend, "reason": choice.reason}
+        for choice in kernel_choices(config.device)
+    ]
+    memory: TaggedMemory = host_memory()
+    if config.device == "cuda" and torch.cuda.is_available():
+        memory = tagged_memory(torch.device("cuda", 0))
+    by = "mapped" if memory.can_unmap else "torch"
+    return [*means, {"what": "memory of weights and KV", "by": by, "reason": memory.reason}]

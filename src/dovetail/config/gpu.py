@@ -4,6 +4,9 @@ Owns the facts, which ``exec.gpu`` finds, and the limits of the GPU's kernels. M
 device.
 """
 
+import shutil
+from pathlib import Path
+
 import msgspec
 
 from dovetail.config.model import ModelConfig
@@ -23,6 +26,11 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     problem: str | None = None
+
+
+def has_nvidia_driver() -> bool:
+    """Return whether there may be a GPU: a quick look, for who would rather not load torch."""
+    return shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
 
 
 def check_gpu_limits(*, max_running: int, page_size: int, lanes: str, model: ModelConfig) -> None:

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from dovetail.cli import doctor, main
 from dovetail.cli.doctor import Finding
+from dovetail.config.gpu import Gpu
+from dovetail.exec.memory import PlainMemory
 
 Capture = pytest.CaptureFixture[str]
 
@@ -20,7 +23,9 @@ def test_all_is_well_here(capsys: Capture) -> None:
     assert said["can_run"] is True
     findings = {item["what"]: item for item in said["findings"]}
     assert findings["embedded model"]["verdict"] == "ok"
-    assert {"python", "torch", "cpu", "OpenMP", "gpu", "pinned memory"} < set(findings)
+    assert {"python", "torch", "cpu", "OpenMP", "gpu", "pinned memory", "mapped memory"} < set(
+        findings
+    )
     assert set(doctor.OPTIONAL) < set(findings)
     for item in said["findings"]:
         assert item["verdict"] == "ok" or item["fix"]
@@ -38,7 +43,7 @@ def test_other_tokens_are_a_problem_and_exit_code_1(
 
 
 def test_a_model_that_does_not_load_is_a_problem() -> None:
-    finding = doctor._embedded_model(broken)
+    finding = doctor._embedded_model("embedded model", broken)
     assert finding.verdict == "problem" and finding.blocks and "no such file" in finding.detail
 
 
@@ -69,7 +74,7 @@ def test_a_gpu_is_used_when_it_answers_and_has_kernels(monkeypatch: pytest.Monke
         assert finding.verdict == "missing" and not finding.blocks
         assert words in finding.fix
     finding = doctor._gpu(is_there=True, answers=True, has_triton=True)
-    assert finding.verdict == "ok" and "--device cuda" in finding.detail
+    assert finding.verdict == "ok" and "NVIDIA H200" in finding.detail
 
 
 def test_a_missing_package_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +85,18 @@ def test_a_missing_package_comes_with_its_command(monkeypatch: pytest.MonkeyPatc
         detail="is for models by their name on the Hugging Face hub",
         fix="pip install 'dovetail[hub]'",
     )
+
+
+def test_memory_that_cannot_be_mapped_says_what_to_do() -> None:
+    assert doctor._mapped_memory(None).verdict == "ok"
+    plain = PlainMemory(torch.device("cuda", 0), "the package cuda-bindings is not installed")
+    finding = doctor._mapped_memory(plain)
+    assert finding.verdict == "missing" and "dovetail[gpu]" in finding.fix
+    assert "cuda-bindings is not installed" in finding.detail and not finding.blocks
+
+
+def test_kernels_are_named_by_operation() -> None:
+    assert "all: torch" in doctor._kernels(None).detail
+    old = Gpu(name="Old", problem="it is old")
+    assert doctor._kernels(old) == doctor._kernels(None)
+    assert "fused_moe: triton" in doctor._kernels(Gpu(name="NVIDIA H200")).detail

@@ -8,11 +8,12 @@ from safetensors import safe_open
 
 from dovetail.cli import main
 from dovetail.cli.explain import decisions
-from dovetail.cli.facts import model_facts
+from dovetail.cli.facts import device_means, model_facts
 from dovetail.config.resolve import options_from, resolve
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.device import CpuDevice
 from dovetail.exec.kv import KVStore
+from dovetail.kernels.choices import kernel_choices
 
 Capture = pytest.CaptureFixture[str]
 
@@ -30,6 +31,10 @@ def test_json_has_every_value_with_its_reason(capsys: Capture) -> None:
     assert said["config"]["context_len"] == {"value": 64, "reason": "given"}
     assert said["config"]["policy"] == {"value": "priority", "reason": "given"}
     assert said["model"] == model_facts(config)
+    assert {row["what"]: row["by"] for row in said["device"]} == {
+        "all": "torch",
+        "memory of weights and KV": "torch",
+    }
 
 
 def test_the_table_has_them_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +84,10 @@ def test_the_pool_has_the_bytes_that_are_allocated(dtype: str, tiny_moe_folder: 
 def test_a_wrong_option_is_an_error(capsys: Capture) -> None:
     assert main(["config", "explain", "--context-len", "1"]) == 2
     assert "context_len: is 1; the legal range" in capsys.readouterr().err
+
+
+def test_on_a_gpu_each_operation_is_named_with_its_reason() -> None:
+    config = resolve(options_from({"device": "cuda"}))
+    means = {row["what"]: row for row in device_means(config)}
+    assert means["fused_moe"]["by"] == "triton" and means["fused_moe"]["reason"]
+    assert len(means) == len(kernel_choices("cuda")) + 1
