@@ -76,7 +76,7 @@ def test_an_engine_goes_on_after_its_memory_went_and_came() -> None:
         device="cuda", on_device=device, dtype="float32", context_len=512, prefix_cache=False
     ) as engine:
         first = engine.generate(PROMPTS, GREEDY)
-        model = engine.port.loop._executor._runner._model
+        model = engine.port.loop.executor._runner._model
         addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
         kept = {name: p.cpu() for name, p in model.named_parameters()}
         before = free_bytes()
