@@ -44,6 +44,16 @@ def test_the_table_has_them_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch
         assert words in said
 
 
+def test_a_pool_that_is_not_measured_yet_says_so(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    words = "at least; decided when the engine starts"
+    said = explain(capsys, "--device", "cuda")
+    assert said.count(words) == 3 and "memory_fraction 0.9 decides when" in said
+    assert words not in explain(capsys, "--device", "cuda", "--kv-memory", "1GiB")
+
+
 @pytest.mark.parametrize("name", ["tiny_moe", "llama", "qwen3"])
 def test_parameters_are_those_of_the_files(name: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(f"{name}_folder")

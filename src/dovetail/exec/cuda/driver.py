@@ -4,6 +4,7 @@ Owns the calls, and the question whether they work here; nothing else knows that
 CUDA driver API, section "Virtual Memory Management".
 """
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from dovetail.exec.cuda.mapping import MappedMemory
 from dovetail.exec.memory import PlainMemory, TaggedMemory
 
 try:
-    from cuda.bindings import driver as _found
+    _cuda: Any = import_module("cuda.bindings.driver")
 except ImportError:
-    _found = None
-_cuda: Any = _found  # a package without types
+    _cuda = None
 
 
 class _DeviceArray:

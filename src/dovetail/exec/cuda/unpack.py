@@ -46,9 +46,9 @@ def _tenant_kernel(
     slot = tl.load(_field(packet_ptr, SLOT) + write).to(tl.int64)
     tl.store(kv_len_ptr + slot, 0)
     tl.store(last_token_ptr + slot, -1)
-    for column in tl.static_range(NUM_COLUMNS):
-        word = tl.load(_field(packet_ptr, FIRST + 2 * column) + write)
-        tl.store(words_ptr + column * num_slots + slot, word)
+    for column in range(NUM_COLUMNS):
+        field = packet_ptr + tl.load(packet_ptr + FIRST + 2 * column)
+        tl.store(words_ptr + column * num_slots + slot, tl.load(field + write))
     seed = _field(packet_ptr, SEED) + 2 * write
     low = tl.load(seed).to(tl.int64) & 0xFFFFFFFF
     tl.store(seed_ptr + slot, (tl.load(seed + 1).to(tl.int64) << 32) | low)
