@@ -1,11 +1,16 @@
 """Which implementation of each operation a device gets, and why: what a user is told.
 
-Owns the words. The choice itself is made where a device is set up; there is one implementation of
-an operation for each kind of device, and others are kept in ``benchmarks/kernels.py`` to compare.
+Owns the words. The choice itself is made where a device is set up; it follows from the kind of
+device and, on a CPU, from the number of tokens. Others are kept in ``benchmarks/kernels.py``, to
+compare.
 """
 
 from dataclasses import dataclass
 
+_CPU_OPERATIONS = (
+    ("layers, one token in float32", "numpy", "there a call costs more than its arithmetic"),
+    ("all else", "torch", "plain torch, the reference of all others"),
+)
 _GPU_OPERATIONS = (
     ("matrix products, embedding", "torch", "cuBLAS: dense products are what it is made for"),
     ("rms_norm, add_rms_norm", "triton", "norm and residual in one pass"),
@@ -39,5 +44,5 @@ class KernelChoice:
 def kernel_choices(device_type: str) -> tuple[KernelChoice, ...]:
     """Return who computes what on ``cpu`` or ``cuda``."""
     if device_type == "cpu":
-        return (KernelChoice("all", "torch", "a CPU: plain torch, the reference of all others"),)
+        return tuple(KernelChoice(*row) for row in _CPU_OPERATIONS)
     return tuple(KernelChoice(*row) for row in _GPU_OPERATIONS)

@@ -32,7 +32,8 @@ def test_json_has_every_value_with_its_reason(capsys: Capture) -> None:
     assert said["config"]["policy"] == {"value": "priority", "reason": "given"}
     assert said["model"] == model_facts(config)
     assert {row["what"]: row["by"] for row in said["device"]} == {
-        "all": "torch",
+        "layers, one token in float32": "numpy",
+        "all else": "torch",
         "memory of weights and KV": "torch",
     }
 
