@@ -8,17 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
 from dovetail.exec.cuda.graphs import Tiers, decode_tiers, token_tiers
 from dovetail.exec.cuda.runner import CudaRunner
-from dovetail.exec.cuda.step import Forwarded, StepShape
+from dovetail.exec.cuda.shaped import ShapedDraws, Shaping
+from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors
 from dovetail.exec.device import CpuDevice
 from dovetail.exec.executor import Executor
 from dovetail.kernels.ref.backend import RefKernels
+from dovetail.kernels.triton.backend import TritonKernels
+from dovetail.kernels.triton.tiles import TileTable
+from dovetail.sched.plan import LogprobKindId
 from dovetail.wire.request import LogprobParams
 from dovetail.wire.validate import MAX_MASK_IDS
+from tests.support.gpu import DEVICE, ints, randn
 from tests.support.harness import Harness, load_model, make_config
 
 COLUMNS = ("experts", "expert_weights")
@@ -185,6 +191,34 @@ def test_a_draw_that_is_shaped_is_that_of_the_cpu(depth: int, tiny_moe_folder: P
     assert [output.finish.type for output in wanted.values()].count("error") == 1
     sizes = {len(ids) for o in wanted.values() for part in o.scores for ids in part.masks}
     assert {0, 1, MAX_MASK_IDS} <= sizes
+
+
+# Where a GPU gives NaN or infinity without a word, the interpreter's numpy warns.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_row_keeps_its_bits_whatever_its_neighbours_ask_for(tiny_moe_folder: Path) -> None:
+    """Row 6 is cut, row 7 reports the model's own logits; the others draw plainly."""
+    config = make_config(tiny_moe_folder, max_running=8)
+    slots = SlotTensors(config, DEVICE)
+    inputs = StepTensors(config, DEVICE, tile_tokens=16, sink=0)
+    tokens = torch.zeros(16, dtype=torch.int32, device=DEVICE)
+    shaped = ShapedDraws(slots, inputs, tokens, 16, TritonKernels(TileTable(4)))
+    inputs.rows_6R[0], inputs.rows_6R[5] = ints(range(8)), 1
+    inputs.temperature_R.fill_(0.7)
+    inputs.seed_R.copy_(ints(range(8)))
+    slots.param("temperature").fill_(0.7)
+    slots.param("top_p").fill_(1.0)
+    slots.param("top_k")[6] = 3
+    slots.param("logprob_kind")[7] = LogprobKindId.RAW
+    logits = randn(8, 300) * 3
+    plain = shaped.draw(logits, Shaping())
+    draws = shaped.draw(logits, Shaping(num_cut=1, has_raw=True))
+    assert draws.outside_NV is not None
+    assert draws.outside_NV.sum(dim=1).tolist() == [0] * 6 + [297, 0]
+    for name in ("ids_N", "logprobs_N", "log_total_N"):
+        assert torch.equal(getattr(plain, name)[:6], getattr(draws, name)[:6])
+    wanted = torch.stack([(logits[6] / 0.7).log_softmax(-1), logits[7].log_softmax(-1)])
+    chosen = wanted.gather(1, draws.ids_N[6:, None]).view(-1)
+    torch.testing.assert_close(draws.logprobs_N[6:], chosen, rtol=0, atol=1e-5)
 
 
 def test_padding_changes_nothing(tiny_moe_folder: Path) -> None:

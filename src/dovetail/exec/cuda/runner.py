@@ -186,9 +186,7 @@ class CudaRunner:
         num_rows, num_tokens = self._config.max_running, self._config.max_step_tokens
         num_tiles = num_rows + -(-num_tokens // self._tile_tokens)
         forwarded = self.forward(StepShape(num_rows, num_tokens, num_rows, num_tiles))
-        everything = Shaping(
-            penalises=True, biases=True, num_cut=num_rows, has_raw=True, has_truncated=True
-        )
+        everything = Shaping(penalises=True, biases=True, num_cut=num_rows, has_raw=True)
         draws = self._shaped.draw(forwarded.logits_RV, everything)
         self._scores.rehearse(forwarded.hidden_TM, draws)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dovetail.exec.cuda.step import SlotTensors, StepTensors
 from dovetail.kernels import api
-from dovetail.kernels.backend import Kernels
+from dovetail.kernels.backend import Kernels, PlainDraws
 from dovetail.kernels.triton.jit import jit
 from dovetail.kernels.triton.tiles import ceil_div
 from dovetail.sched.plan import MAX_BIASES, LogprobKindId, RowStatus
@@ -34,14 +34,13 @@ class Shaping:
     Attributes:
         penalises, biases: some row does.
         num_cut: rows that truncation may cut.
-        has_raw, has_truncated: some row reports logprobs of this kind.
+        has_raw: some row reports logprobs of that kind.
     """
 
     penalises: bool = False
     biases: bool = False
     num_cut: int = 0
     has_raw: bool = False
-    has_truncated: bool = False
 
 
 def is_cut(temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
@@ -128,29 +127,20 @@ class ShapedDraws:
         if shaping.num_cut:
             outside_RV = self._outside(scaled_RV, slot_R, shaping.num_cut)
             left_RV = processed_RV.masked_fill(outside_RV, -torch.inf)
-        draws = self.kernels.sample_plain(
+        drawn = self.kernels.sample_plain(
             left_RV,
             temperature_N=temperature_R,
             seed_N=self.inputs.seed_R[:num_rows],
             position_N=self.inputs.end_R[:num_rows],
             sample_index_N=self.inputs.sample_index_R[:num_rows],
         )
-        reported_RV = self._reported(logits_RV, scaled_RV, outside_RV, slot_R, shaping)
-        log_total_R = torch.logsumexp(reported_RV, dim=-1)
-        chosen_R = reported_RV.gather(1, draws.ids_N[:, None]).view(-1)
-        is_finite_R = torch.isfinite(log_total_R) & ~torch.isnan(draws.log_total_N)
+        draws = self._report(drawn, logits_RV, scaled_RV, outside_RV, slot_R, shaping)
+        is_finite_R = torch.isfinite(draws.log_total_N) & ~torch.isnan(drawn.log_total_N)
         status_R = torch.where(is_finite_R, int(RowStatus.OK), int(RowStatus.NON_FINITE))
         # Whoever took the last token away, it was not the model.
-        is_empty_R = (draws.log_total_N == -torch.inf) & torch.isfinite(logits_RV.amax(dim=-1))
-        return api.Draws(
-            ids_N=draws.ids_N,
-            logprobs_N=chosen_R - log_total_R,
-            status_N=torch.where(is_empty_R, int(RowStatus.EMPTY_SUPPORT), status_R),
-            reported_NV=reported_RV,
-            log_total_N=log_total_R,
-            scaled_NV=scaled_RV,
-            outside_NV=outside_RV,
-        )
+        is_empty_R = (drawn.log_total_N == -torch.inf) & torch.isfinite(logits_RV.amax(dim=-1))
+        status_R = torch.where(is_empty_R, int(RowStatus.EMPTY_SUPPORT), status_R)
+        return draws._replace(status_N=status_R)
 
     def _penalized(self, logits_RV: Tensor, slot_R: Tensor) -> Tensor:
         penalties = [self.slots.param(name) for name in _PENALTIES]
@@ -197,20 +187,38 @@ class ShapedDraws:
         outside_RV = torch.zeros_like(scaled_RV, dtype=torch.bool)
         return outside_RV.index_copy_(0, cut_C, ~support_CV)
 
-    def _reported(
+    def _report(
         self,
+        drawn: PlainDraws,
         logits_RV: Tensor,
         scaled_RV: Tensor,
         outside_RV: Tensor | None,
         slot_R: Tensor,
         shaping: Shaping,
-    ) -> Tensor:
-        """Return the logits that reported logprobs are the log-softmax of."""
-        kind_R1 = self.slots.param("logprob_kind").index_select(0, slot_R)[:, None]
-        reported_RV = scaled_RV
-        if shaping.has_truncated and outside_RV is not None:
-            is_hidden_RV = outside_RV & (kind_R1 == LogprobKindId.TRUNCATED)
+    ) -> api.Draws:
+        """Return the draws with the logprobs that each row's kind asks for.
+
+        The draw itself has those over what truncation left. Rows that ask for others get them
+        worked out; all others keep the bits that they would have in a step that shapes nothing.
+        """
+        draws = api.Draws(
+            drawn.ids_N, drawn.logprobs_N, drawn.status_N, scaled_RV, drawn.log_total_N, scaled_RV,
+            outside_RV,
+        )  # fmt: skip
+        if outside_RV is None and not shaping.has_raw:
+            return draws
+        kind_R = self.slots.param("logprob_kind").index_select(0, slot_R)
+        is_raw_R, reported_RV = kind_R == LogprobKindId.RAW, scaled_RV
+        differs_R = is_raw_R
+        if outside_RV is not None:
+            is_hidden_RV = outside_RV & (kind_R == LogprobKindId.TRUNCATED)[:, None]
             reported_RV = scaled_RV.masked_fill(is_hidden_RV, -torch.inf)
-        if shaping.has_raw:
-            reported_RV = torch.where(kind_R1 == LogprobKindId.RAW, logits_RV, reported_RV)
-        return reported_RV
+            differs_R = is_raw_R | (outside_RV.any(dim=-1) & (kind_R == LogprobKindId.SCALED))
+        reported_RV = torch.where(is_raw_R[:, None], logits_RV, reported_RV)
+        log_total_R = torch.logsumexp(reported_RV, dim=-1)
+        logprobs_R = reported_RV.gather(1, drawn.ids_N[:, None]).view(-1) - log_total_R
+        return draws._replace(
+            logprobs_N=torch.where(differs_R, logprobs_R, drawn.logprobs_N),
+            reported_NV=reported_RV,
+            log_total_N=torch.where(differs_R, log_total_R, drawn.log_total_N),
+        )

@@ -68,7 +68,6 @@ class Tenants:
             biases=bool(of["num_biases"].any()),
             num_cut=int(np.count_nonzero(is_cut(**{name: of[name] for name in CUTTING}))),
             has_raw=bool((of["logprob_kind"] == LogprobKindId.RAW).any()),
-            has_truncated=bool((of["logprob_kind"] == LogprobKindId.TRUNCATED).any()),
         )
         reports = any(not score.is_prompt for score in plan.scores)
         return None if shaping == Shaping() and not reports else shaping
