@@ -209,11 +209,12 @@ def test_a_row_keeps_its_bits_whatever_its_neighbours_ask_for(tiny_moe_folder: P
     slots.param("top_p").fill_(1.0)
     slots.param("top_k")[6] = 3
     slots.param("logprob_kind")[7] = LogprobKindId.RAW
-    logits = randn(8, 300) * 3
+    logits = randn(8, 2600) - 7.0
+    logits[:, 7] = 0.0  # of a total near 1, the logarithm shows how it was summed up
     plain = shaped.draw(logits, Shaping())
     draws = shaped.draw(logits, Shaping(num_cut=1, has_raw=True))
     assert draws.outside_NV is not None
-    assert draws.outside_NV.sum(dim=1).tolist() == [0] * 6 + [297, 0]
+    assert draws.outside_NV.sum(dim=1).tolist() == [0] * 6 + [2597, 0]
     for name in ("ids_N", "logprobs_N", "log_total_N"):
         assert torch.equal(getattr(plain, name)[:6], getattr(draws, name)[:6])
     wanted = torch.stack([(logits[6] / 0.7).log_softmax(-1), logits[7].log_softmax(-1)])
