@@ -206,7 +206,7 @@ def _build_executor(
             load_weights(
                 model, folder, comm=comm, on_progress=partial(on_progress, LOADING), copy=copy
             )
-    config = backend.size_pool(model)
+    config = backend.size_pool(model, on_progress)
     executor = Executor(config, backend.make_runner(config, model, on_progress), backend.device)
     if config.capture:
         try:

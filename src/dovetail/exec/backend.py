@@ -32,5 +32,5 @@ class Backend:
     device: Device
     kernels: LayerKernels
     weight_copies: Callable[[], AbstractContextManager[Copy]]
-    size_pool: Callable[[CausalLM], EngineConfig]
+    size_pool: Callable[[CausalLM, OnProgress], EngineConfig]
     make_runner: Callable[[EngineConfig, CausalLM, OnProgress], Runner]

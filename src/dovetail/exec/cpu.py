@@ -19,6 +19,6 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
         device,
         layers,
         weight_copies=partial(nullcontext, copy_at_once),
-        size_pool=lambda model: config,  # the host's pool has a size that is given
+        size_pool=lambda model, on_progress: config,  # the host's pool has a size that is given
         make_runner=lambda config, model, on_progress: StepRunner(config, model, device),
     )

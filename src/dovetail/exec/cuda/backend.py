@@ -18,7 +18,7 @@ from dovetail.exec.executor import Runner
 from dovetail.kernels.registry import load_kernels
 from dovetail.models.causal_lm import CausalLM
 
-RECORDING = "recording graphs"
+MEASURING, RECORDING = "measuring memory", "recording graphs"
 
 
 def backend(config: EngineConfig, device: Device | None) -> Backend:
@@ -43,11 +43,11 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
         tile_tokens=kernels.tile_tokens(group),
     )
 
-    def size_pool(model: CausalLM) -> EngineConfig:
+    def size_pool(model: CausalLM, on_progress: OnProgress) -> EngineConfig:
         if config.memory_fraction is None:
             return config
         graphs = CudaGraphs(tiers) if config.graphs else None
-        use = memory_use(config, model, gpu, kernels, graphs)
+        use = memory_use(config, model, gpu, kernels, graphs, partial(on_progress, MEASURING))
         del graphs
         drop_unused()
         return with_measured_pool(config, use)

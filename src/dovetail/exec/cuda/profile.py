@@ -5,6 +5,7 @@ can be; both are dropped again.
 """
 
 import gc
+from collections.abc import Callable
 
 import torch
 
@@ -25,6 +26,7 @@ def memory_use(
     device: Device,
     kernels: Kernels,
     graphs: CudaGraphs | None,
+    on_progress: Callable[[int, int], None],
 ) -> MemoryUse:
     """Return what will be taken beside the pool.
 
@@ -34,6 +36,7 @@ def memory_use(
         device: whose memory is measured; nobody else may start anything on it meanwhile.
         kernels: the operations of a step.
         graphs: empty ones, to record and drop; None if steps are not recorded.
+        on_progress: see ``CudaGraphs.record``.
 
     Raises:
         ConfigError: the largest step does not fit beside the weights.
@@ -45,7 +48,7 @@ def memory_use(
         smallest_pool = device.memory.num_bytes("kv")
         torch.cuda.synchronize(device.torch_device)
         if graphs is not None:
-            device.compute.submit(graphs.record, runner.forward, lambda done, total: None)
+            device.compute.submit(graphs.record, runner.forward, on_progress)
         device.compute.submit(runner.rehearse)
         torch.cuda.synchronize(device.torch_device)
     except DeviceError as error:
