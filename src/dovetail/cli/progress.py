@@ -25,7 +25,7 @@ from dovetail.cli.loading import load
 from dovetail.core.client import EngineClient
 from dovetail.core.process import RemoteEngine
 
-LONG_SECONDS = 2.0
+LONG_SECONDS = 5.0
 """What took longer is worth a line where there is no terminal."""
 
 
@@ -52,16 +52,16 @@ def starting_bars() -> Iterator[Callable[[str, int, int], None]]:
     """
     progress = progress_bar()
     bars: dict[str, TaskID] = {}
-    started = time.monotonic()
+    started: dict[str, float] = {}
 
     def on_progress(what: str, num_done: int, num_total: int) -> None:
-        nonlocal started
         progress.start()  # not earlier: a download before it shows bars of its own
         if what not in bars:
             bars[what] = progress.add_task(what)
+            started[what] = time.monotonic()
         progress.update(bars[what], completed=num_done, total=num_total)
         if num_done == num_total:
-            taken, started = time.monotonic() - started, time.monotonic()
+            taken = time.monotonic() - started[what]
             if progress.disable and taken > LONG_SECONDS:
                 print(f"dovetail: {what}: {num_total} in {taken:.1f} s", file=sys.stderr)
 
