@@ -451,7 +451,7 @@ def test_an_engine_in_another_process_refuses_by_name():
 def test_the_loops_own_thread_may_not_wait_for_itself(qwen3_moe_folder, new_tensors):
     caught = []
     with open_engine(qwen3_moe_folder) as engine:
-        request = engine._requests.make([5], SamplingParams(max_new_tokens=1))
+        request = engine.requests.make([5], SamplingParams(max_new_tokens=1))
 
         def deliver(news: object) -> None:
             try:

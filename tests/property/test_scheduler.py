@@ -249,22 +249,22 @@ def commit_surplus_rows(original):
 
 
 def abort_what_has_finished(original):
-    def finish_open(self, sequences, reason):
+    def finish_open(self, sequences):
         events = []
         for sequence in sequences:
             if sequence.finish is not None and sequence.num_inflight == 0:
                 sequence.finish = ABORTED
                 events.append(self._end(sequence))
-        return events + original(self, sequences, reason)
+        return events + original(self, sequences)
 
     return finish_open
 
 
 def finish_twice(original):
-    def finish_open(self, sequences, reason):
+    def finish_open(self, sequences):
         for sequence in sequences:
             sequence.finish = None
-        return original(self, sequences, reason)
+        return original(self, sequences)
 
     return finish_open
 
