@@ -34,7 +34,7 @@ from transformers.utils import logging
 
 import dovetail
 from dovetail.config.hub import locate_model
-from dovetail.core.routes import JSON, own_rows, sglang_rows
+from dovetail.core.routes import json_of, own_rows, sglang_rows
 from dovetail.replay.records import RouteTrace
 
 NUM_REQUESTS, NUM_TOKENS = 64, 64
@@ -135,7 +135,7 @@ def payload() -> list[Line]:
     )
     columns = {"experts": trace.ids}
     forms: dict[str, Callable[[], bytes]] = {
-        "SGLang's, in JSON": lambda: JSON.encode(
+        "SGLang's, in JSON": lambda: json_of(
             sglang_rows(trace, num_layers=num_layers, total_len=num_rows + 1)
         ),
         "our own, in JSON": lambda: msgspec.json.encode(own_rows(columns, start=0)),

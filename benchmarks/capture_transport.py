@@ -102,8 +102,10 @@ def rows_of_all() -> NDArray[np.uint8]:
 def serve(folder: Path) -> int:
     """Serve a model of which only the configuration exists."""
     options: dict[str, object] = {
-        "model": str(folder), "load_format": "dummy", "capture": "experts",
-    }  # fmt: skip
+        "model": str(folder),
+        "load_format": "dummy",
+        "capture": "experts",
+    }
     config = resolve(options_from(options | {"num_pages": NUM_ROWS}))  # of no engine: no memory
     sock = bound_socket("127.0.0.1", 0)
     files = CaptureFolder(folder / "files")

@@ -21,7 +21,7 @@ from dovetail.cli.options import (
 from dovetail.cli.progress import open_engine, progress_bar
 from dovetail.core.generation import Generation
 from dovetail.core.prompts import Prompt
-from dovetail.core.routes import JSON
+from dovetail.core.routes import json_of
 from dovetail.errors import RequestError
 from dovetail.server.native_body import Call, requests_of
 from dovetail.server.native_reply import ReplyMaker
@@ -107,7 +107,7 @@ def _print_replies(
                 maker, index, request = places[next_place]
                 for generation in waiting.pop(next_place):
                     reply = maker.whole(index, request, generation)
-                    file.write(JSON.encode(reply).decode() + "\n")
+                    file.write(json_of(reply).decode() + "\n")
                 file.flush()
                 next_place += 1
 

@@ -29,7 +29,7 @@ def generate_reply(
     text_of: TextOf | None = None,
     routes: RoutesAsked | None = None,
 ) -> dict[str, Any]:
-    """Return the reply as plain values, and rows, for the encoders of ``core.routes``.
+    """Return the reply as plain values, and rows, for ``json_of`` and ``msgpack_of``.
 
     Args:
         generation: what to report.
@@ -113,7 +113,7 @@ class GrowingReply:
         self._version = "0"
 
     def add(self, event: StreamEvent) -> dict[str, Any]:
-        """Return the reply up to and with the generation's next event; for ``core.routes.JSON``."""
+        """Return the reply up to and with the generation's next event; for ``json_of``."""
         self._text += msgspec.json.encode(event.text)[1:-1]
         _extend(self._output_ids, event.token_ids)
         self._num_tokens += len(event.token_ids)

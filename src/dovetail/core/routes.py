@@ -5,6 +5,7 @@ SGLang's is int32 over all layers, its shape and start known to the client alone
 """
 
 import base64
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 
 from dovetail.replay.records import RouteTrace
 from dovetail.wire.capture import RowTransport
+
+PIECE = 3 * 2**18
+"""Bytes of rows that become base64 in one go; a multiple of 3, so that pieces join."""
 
 Columns = Mapping[str, NDArray[np.generic]]
 
@@ -49,7 +53,7 @@ class RoutesAsked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sglang_rows(routes: RouteTrace, *, num_layers: int, total_len: int) -> NDArray[np.int32]:
-    """Return rows in SGLang's form, int32 [rows, layers, k]; ``JSON`` and ``MSGPACK`` write base64.
+    """Return rows in SGLang's form, int32 [rows, layers, k], for ``json_of`` and ``msgpack_of``.
 
     Dense layers hold 0, as they do there and nowhere else. There is a row for each position from
     the trace's start to ``total_len - 2``: the last token's is left out even where nothing was
@@ -79,9 +83,32 @@ def _view(rows: NDArray[np.generic]) -> memoryview:
     return np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
 
 
-JSON = msgspec.json.Encoder(enc_hook=_view)  # writes bytes as base64, in one pass
-MSGPACK = msgspec.msgpack.Encoder(enc_hook=_base64_of)
-"""The encoders of replies with rows. What they do not know is an array of SGLang's."""
+def json_of(value: object) -> bytes:
+    """Return a reply as JSON, with SGLang's rows in it as base64.
+
+    An encoder that met all rows at once would keep the interpreter's lock for them, and with it the
+    server's event loop. They are written piece by piece instead, and joined without the lock.
+    """
+    arrays: list[NDArray[np.int32]] = []
+    mark = secrets.token_hex(16)  # no text of a client's has it
+
+    def marked(rows: NDArray[np.int32]) -> str:
+        arrays.append(rows)
+        return mark
+
+    parts = msgspec.json.encode(value, enc_hook=marked).split(f'"{mark}"'.encode())
+    pieces = [parts[0]]
+    for rows, after in zip(arrays, parts[1:], strict=True):
+        view = _view(rows)
+        pieces.append(b'"')
+        pieces += [base64.b64encode(view[i : i + PIECE]) for i in range(0, len(view), PIECE)]
+        pieces += [b'"', after]
+    return b"".join(pieces)
+
+
+def msgpack_of(value: object) -> bytes:
+    """Return a reply as msgpack, with SGLang's rows in it as text, and rows of our own as bytes."""
+    return msgspec.msgpack.encode(value, enc_hook=_base64_of)
 
 
 def own_rows(

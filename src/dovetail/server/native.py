@@ -13,10 +13,10 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from dovetail.core import routes
 from dovetail.core.client import EngineClient
 from dovetail.core.generation import StreamEvent
 from dovetail.core.reply import GrowingReply
+from dovetail.core.routes import json_of, msgpack_of
 from dovetail.errors import RequestError
 from dovetail.server.body import off_loop, read_body
 from dovetail.server.capture_files import CaptureFolder, Handover, given
@@ -128,8 +128,8 @@ class NativeRoutes:
             ]
             for reply in replies:
                 reply["meta_info"]["e2e_latency"] = seconds
-            encoder = routes.MSGPACK if kind == MSGPACK else routes.JSON
-            return encoder.encode(replies if call.is_list else replies[0])
+            encode = msgpack_of if kind == MSGPACK else json_of
+            return encode(replies if call.is_list else replies[0])
 
         if not call.is_list:
             reason = answers[0][0].finish_reason
@@ -157,7 +157,7 @@ class NativeRoutes:
             reply["meta_info"]["e2e_latency"] = time.perf_counter() - started
             if call.is_list:
                 reply["index"] = first_of[index] + event.sample_index
-            return routes.JSON.encode(maker.completed(reply, requests[index]))
+            return json_of(maker.completed(reply, requests[index]))
 
         try:
             async with aclosing(self._traffic.run(requests)) as all_news:

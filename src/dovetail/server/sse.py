@@ -6,15 +6,16 @@ one after it is an event with an ``error`` object, for the status is out by then
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.server.errors import error_body, http_error
+
+PIECE_BYTES = 2**20
 
 DONE = b"[DONE]"
 
@@ -65,12 +66,35 @@ class WholeReply:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the content, unless the client has gone."""
-        await unless_gone(receive, self._send_all(scope, receive, send))
+        await unless_gone(receive, self._send_all(send))
 
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         async with aclosing(self._contents) as contents:
             async for content in contents:
-                await Response(content, media_type=self._media_type)(scope, receive, send)
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": 200,
+                        "headers": [
+                            (b"content-type", self._media_type.encode()),
+                            (b"content-length", str(len(content)).encode()),
+                        ],
+                    }
+                )
+                for piece, is_last in _pieces(content):
+                    await send(
+                        {"type": "http.response.body", "body": piece, "more_body": not is_last}
+                    )
+
+
+def _pieces(content: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Yield content in pieces, and whether one is the last.
+
+    The event loop copies what the socket does not take at once, and does nothing else meanwhile.
+    """
+    for begin in range(0, len(content), PIECE_BYTES):
+        end = begin + PIECE_BYTES
+        yield content[begin:end], end >= len(content)
 
 
 class EventStream:

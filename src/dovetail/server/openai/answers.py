@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.core.generation import Generation, StreamEvent
-from dovetail.core.routes import JSON, sglang_rows
+from dovetail.core.routes import json_of, sglang_rows
 from dovetail.replay.records import RouteTrace
 from dovetail.server.body import off_loop
 from dovetail.server.errors import generation_error
@@ -146,7 +146,7 @@ class Answers:
         if self._options.include_usage or self._options.continuous_usage_stats:
             is_told = self._options.continuous_usage_stats or not choices
             event["usage"] = usage.value() if is_told else None
-        return JSON.encode(event)
+        return json_of(event)
 
     def _encode(self, answers: list[list[Generation]]) -> bytes:
         choices: list[dict[str, Any]] = []
@@ -164,7 +164,7 @@ class Answers:
                     index, generation.usage.completion_tokens, generation.usage.cached_tokens
                 )
                 versions += [str(version) for version in generation.weight_versions[-1:]]
-        return JSON.encode(
+        return json_of(
             {"object": self._choices.kind}
             | self._head
             | {
