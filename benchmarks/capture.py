@@ -135,8 +135,8 @@ def payload() -> list[Line]:
     )
     columns = {"experts": trace.ids}
     forms: dict[str, Callable[[], bytes]] = {
-        "SGLang's, in JSON": lambda: json_of(
-            sglang_rows(trace, num_layers=num_layers, total_len=num_rows + 1)
+        "SGLang's, in JSON": lambda: b"".join(
+            json_of(sglang_rows(trace, num_layers=num_layers, total_len=num_rows + 1))
         ),
         "our own, in JSON": lambda: msgspec.json.encode(own_rows(columns, start=0)),
         "our own, in msgpack": lambda: msgspec.msgpack.encode(own_rows(columns, start=0)),

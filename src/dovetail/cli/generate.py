@@ -107,7 +107,7 @@ def _print_replies(
                 maker, index, request = places[next_place]
                 for generation in waiting.pop(next_place):
                     reply = maker.whole(index, request, generation)
-                    file.write(json_of(reply).decode() + "\n")
+                    file.write(b"".join(json_of(reply)).decode() + "\n")
                 file.flush()
                 next_place += 1
 

@@ -17,7 +17,10 @@ from dovetail.replay.records import RouteTrace
 from dovetail.wire.capture import RowTransport
 
 PIECE = 3 * 2**18
-"""Bytes of rows that become base64 in one go; a multiple of 3, so that pieces join."""
+"""Bytes of rows that become base64 in one go; a multiple of 3, so that what comes out joins."""
+
+Pieces = list[bytes]
+"""A reply, one piece behind the other."""
 
 Columns = Mapping[str, NDArray[np.generic]]
 
@@ -83,11 +86,11 @@ def _view(rows: NDArray[np.generic]) -> memoryview:
     return np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
 
 
-def json_of(value: object) -> bytes:
+def json_of(value: object) -> Pieces:
     """Return a reply as JSON, with SGLang's rows in it as base64.
 
     An encoder that met all rows at once would keep the interpreter's lock for them, and with it the
-    server's event loop. They are written piece by piece instead, and joined without the lock.
+    server's event loop; and whoever joined them would copy them once more.
     """
     arrays: list[NDArray[np.int32]] = []
     mark = secrets.token_hex(16)  # no text of a client's has it
@@ -103,12 +106,12 @@ def json_of(value: object) -> bytes:
         pieces.append(b'"')
         pieces += [base64.b64encode(view[i : i + PIECE]) for i in range(0, len(view), PIECE)]
         pieces += [b'"', after]
-    return b"".join(pieces)
+    return pieces
 
 
-def msgpack_of(value: object) -> bytes:
+def msgpack_of(value: object) -> Pieces:
     """Return a reply as msgpack, with SGLang's rows in it as text, and rows of our own as bytes."""
-    return msgspec.msgpack.encode(value, enc_hook=_base64_of)
+    return [msgspec.msgpack.encode(value, enc_hook=_base64_of)]
 
 
 def own_rows(

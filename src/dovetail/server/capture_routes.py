@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from dovetail.config.schema import EngineConfig
+from dovetail.core.routes import Pieces
 from dovetail.server.body import read_body
 from dovetail.server.capture_files import DEFAULT_SLOTS, CaptureFolder, given
 from dovetail.server.settings import ServerSettings
@@ -71,13 +72,13 @@ class CaptureRoutes:
 
     async def _registration(
         self, folder: CaptureFolder, num_slots: int
-    ) -> AsyncGenerator[bytes, None]:
+    ) -> AsyncGenerator[Pieces, None]:
         columns, context_len = self._config.columns, self._config.context_len
         file = folder.register(
             num_slots, {name: spec.row_bytes * context_len for name, spec in columns.items()}
         )
         try:
-            yield msgspec.json.encode(file.info)
+            yield [msgspec.json.encode(file.info)]
             await self._is_draining.wait()
         finally:
             folder.end(file)

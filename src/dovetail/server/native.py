@@ -16,7 +16,7 @@ from starlette.responses import Response
 from dovetail.core.client import EngineClient
 from dovetail.core.generation import StreamEvent
 from dovetail.core.reply import GrowingReply
-from dovetail.core.routes import json_of, msgpack_of
+from dovetail.core.routes import Pieces, json_of, msgpack_of
 from dovetail.errors import RequestError
 from dovetail.server.body import off_loop, read_body
 from dovetail.server.capture_files import CaptureFolder, Handover, given
@@ -113,14 +113,14 @@ class NativeRoutes:
 
     async def _answer(
         self, call: Call, requests: list[Request], kind: str, handover: Handover
-    ) -> AsyncGenerator[bytes, None]:
+    ) -> AsyncGenerator[Pieces, None]:
         """Yield the one content of a whole reply."""
         started = time.perf_counter()
         answers = await self._traffic.finish(requests)
         seconds = time.perf_counter() - started
         maker = self._maker(call, handover)
 
-        def encode() -> bytes:
+        def encode() -> Pieces:
             replies = [
                 maker.whole(index, request, generation)
                 for index, (request, some) in enumerate(zip(requests, answers, strict=True))
@@ -143,7 +143,7 @@ class NativeRoutes:
 
     async def _stream(
         self, call: Call, requests: list[Request], handover: Handover
-    ) -> AsyncGenerator[bytes, None]:
+    ) -> AsyncGenerator[Pieces, None]:
         """Yield the events' data."""
         started = time.perf_counter()
         replies: dict[tuple[int, int], GrowingReply] = {}
@@ -152,7 +152,7 @@ class NativeRoutes:
             first_of.append(first_of[-1] + request.sampling.n)
         maker = self._maker(call, handover)
 
-        def encode(index: int, event: StreamEvent) -> bytes:
+        def encode(index: int, event: StreamEvent) -> Pieces:
             reply = replies[index, event.sample_index].add(event)
             reply["meta_info"]["e2e_latency"] = time.perf_counter() - started
             if call.is_list:

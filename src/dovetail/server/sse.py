@@ -6,16 +6,15 @@ one after it is an event with an ``error`` object, for the status is out by then
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from dovetail.core.routes import Pieces
 from dovetail.server.errors import error_body, http_error
-
-PIECE_BYTES = 2**20
 
 DONE = b"[DONE]"
 
@@ -60,7 +59,7 @@ class WholeReply:
         media_type: of the content.
     """
 
-    def __init__(self, contents: AsyncGenerator[bytes, None], media_type: str) -> None:
+    def __init__(self, contents: AsyncGenerator[Pieces, None], media_type: str) -> None:
         self._contents = contents
         self._media_type = media_type
 
@@ -70,31 +69,19 @@ class WholeReply:
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._contents) as contents:
-            async for content in contents:
+            async for pieces in contents:
                 await send(
                     {
                         "type": "http.response.start",
                         "status": 200,
                         "headers": [
                             (b"content-type", self._media_type.encode()),
-                            (b"content-length", str(len(content)).encode()),
+                            (b"content-length", str(sum(map(len, pieces))).encode()),
                         ],
                     }
                 )
-                for piece, is_last in _pieces(content):
-                    await send(
-                        {"type": "http.response.body", "body": piece, "more_body": not is_last}
-                    )
-
-
-def _pieces(content: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield content in pieces, and whether one is the last.
-
-    The event loop copies what the socket does not take at once, and does nothing else meanwhile.
-    """
-    for begin in range(0, len(content), PIECE_BYTES):
-        end = begin + PIECE_BYTES
-        yield content[begin:end], end >= len(content)
+                for number, piece in enumerate(pieces, start=1):
+                    await send(_body(piece, more=number < len(pieces)))
 
 
 class EventStream:
@@ -105,7 +92,7 @@ class EventStream:
             been sent; closed when the client has gone.
     """
 
-    def __init__(self, payloads: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, payloads: AsyncGenerator[Pieces, None]) -> None:
         self._payloads = payloads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,14 +105,17 @@ class EventStream:
             await send(_START)
             try:
                 while payload is not None:
-                    await send(_event(payload))
+                    for message in _event(payload):
+                        await send(message)
                     payload = await anext(payloads, None)
             except Exception as error:  # the request's last line: say it, then end
                 failure = http_error(error)
                 _LOG.error("a stream failed: %s", failure.message)
-                await send(_event(msgspec.json.encode(error_body(failure))))
-        await send(_event(DONE))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                [message] = _event([msgspec.json.encode(error_body(failure))])
+                await send(message)
+        [message] = _event([DONE])
+        await send(message)
+        await send(_body(b"", more=False))
 
 
 _START = {
@@ -139,5 +129,13 @@ _START = {
 }
 
 
-def _event(payload: bytes) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True}
+def _event(payload: Pieces) -> list[Message]:
+    """Return the messages of an event: one, but for a payload of several pieces."""
+    first, *others = payload
+    pieces = [b"data: " + first, *others]
+    pieces[-1] += b"\n\n"
+    return [_body(piece, more=True) for piece in pieces]
+
+
+def _body(piece: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": piece, "more_body": more}

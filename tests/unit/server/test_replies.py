@@ -8,7 +8,7 @@ import pytest
 
 from dovetail.server.sse import ClientGone, EventStream, WholeReply
 
-KINDS: list[Callable[[AsyncGenerator[bytes, None]], Any]] = [
+KINDS: list[Callable[[AsyncGenerator[list[bytes], None]], Any]] = [
     EventStream,
     lambda contents: WholeReply(contents, "text/plain"),
 ]
@@ -18,26 +18,28 @@ def run(kind: Callable[..., Any], *, leaves: bool) -> list[str]:
     """Send a reply of one content; return what its maker has seen."""
     seen: list[str] = []
 
-    async def contents() -> AsyncGenerator[bytes, None]:
+    async def contents() -> AsyncGenerator[list[bytes], None]:
         try:
-            yield b"rows"
+            yield [b"ro", b"ws"]
             seen.append("sent")
         finally:
             seen.append("closed")
 
     async def serve() -> None:
-        is_sending = asyncio.Event()
+        is_sending, body = asyncio.Event(), list[bytes]()
 
         async def receive() -> dict[str, Any]:
             await (is_sending.wait() if leaves else asyncio.Event().wait())
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            if leaves and b"rows" in message.get("body", b""):
+            body.append(message.get("body", b""))
+            if leaves and b"ro" in message.get("body", b""):
                 is_sending.set()
                 await asyncio.Event().wait()  # a client that does not read
 
         await kind(contents())({"type": "http"}, receive, send)
+        assert b"rows" in b"".join(body)
 
     if leaves:
         with pytest.raises(ClientGone):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.core.generation import Generation, StreamEvent
-from dovetail.core.routes import json_of, sglang_rows
+from dovetail.core.routes import Pieces, json_of, sglang_rows
 from dovetail.replay.records import RouteTrace
 from dovetail.server.body import off_loop
 from dovetail.server.errors import generation_error
@@ -81,8 +81,8 @@ class Answers:
             "model": model,
         }
 
-    async def whole(self, traffic: Traffic) -> bytes:
-        """Run the requests to their end and return the reply.
+    async def whole(self, traffic: Traffic) -> AsyncGenerator[Pieces, None]:
+        """Run the requests to their end and yield the reply.
 
         Raises:
             HttpError: a generation failed.
@@ -93,9 +93,9 @@ class Answers:
             for some in answers
             for g in some
         )
-        return await off_loop(size, lambda: self._encode(answers))
+        yield await off_loop(size, lambda: self._encode(answers))
 
-    async def stream(self, traffic: Traffic) -> AsyncGenerator[bytes, None]:
+    async def stream(self, traffic: Traffic) -> AsyncGenerator[Pieces, None]:
         """Run the requests and yield the events' data."""
         usage = _RunningUsage(self._requests)
         num_tokens: dict[int, int] = {}
@@ -123,7 +123,7 @@ class Answers:
         routes: RouteTrace | None,
         num_tokens: int,
         usage: "_RunningUsage",
-    ) -> bytes:
+    ) -> Pieces:
         """Return the data of an event of one choice, with its rows if it has ended."""
         rows = self._rows(request, routes, num_tokens)
         return self._event([choice | _meta_of(rows)], usage, rows if place == 0 else None)
@@ -140,7 +140,7 @@ class Answers:
 
     def _event(
         self, choices: list[dict[str, Any]], usage: "_RunningUsage", rows: Rows | None = None
-    ) -> bytes:
+    ) -> Pieces:
         event = {"object": self._choices.part_kind} | self._head | {"choices": choices}
         event |= _extension_of(rows)
         if self._options.include_usage or self._options.continuous_usage_stats:
@@ -148,7 +148,7 @@ class Answers:
             event["usage"] = usage.value() if is_told else None
         return json_of(event)
 
-    def _encode(self, answers: list[list[Generation]]) -> bytes:
+    def _encode(self, answers: list[list[Generation]]) -> Pieces:
         choices: list[dict[str, Any]] = []
         usage = _RunningUsage(self._requests)
         versions: list[str] = []

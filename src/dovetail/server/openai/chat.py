@@ -3,7 +3,6 @@
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from dovetail.core.client import EngineClient
 from dovetail.core.generation import Generation, StreamEvent, top_pairs
@@ -22,7 +21,7 @@ from dovetail.server.openai.body import (
 from dovetail.server.openai.logprobs import chat_logprobs
 from dovetail.server.openai.models import check_model
 from dovetail.server.settings import ServerSettings
-from dovetail.server.sse import EventStream, unless_gone
+from dovetail.server.sse import EventStream, WholeReply
 from dovetail.server.traffic import Traffic
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.request import Request
@@ -36,7 +35,7 @@ class ChatRoute:
         self._traffic = traffic
         self._settings = settings
 
-    async def complete(self, http: HttpRequest) -> Response | EventStream:
+    async def complete(self, http: HttpRequest) -> WholeReply | EventStream:
         """Answer a chat."""
         body = await read_body(http, self._settings)
         call, sampling, chat = await off_loop(body.num_bytes, lambda: read_chat(body.fields))
@@ -52,8 +51,7 @@ class ChatRoute:
         )
         if call.stream:
             return EventStream(answers.stream(self._traffic))
-        content = await unless_gone(http.receive, answers.whole(self._traffic))
-        return Response(content, media_type="application/json")
+        return WholeReply(answers.whole(self._traffic), "application/json")
 
     def _request(self, call: CallFields, sampling: SamplingFields, chat: ChatFields) -> Request:
         requests = self._client.requests

@@ -3,7 +3,6 @@
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from dovetail.core.client import EngineClient
 from dovetail.core.generation import Generation, StreamEvent, top_pairs
@@ -23,7 +22,7 @@ from dovetail.server.openai.body import (
 from dovetail.server.openai.logprobs import CompletionLogprobs, Top
 from dovetail.server.openai.models import check_model
 from dovetail.server.settings import ServerSettings
-from dovetail.server.sse import EventStream, unless_gone
+from dovetail.server.sse import EventStream, WholeReply
 from dovetail.server.traffic import Traffic
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.request import Request
@@ -39,7 +38,7 @@ class CompletionRoute:
         self._traffic = traffic
         self._settings = settings
 
-    async def complete(self, http: HttpRequest) -> Response | EventStream:
+    async def complete(self, http: HttpRequest) -> WholeReply | EventStream:
         """Complete one prompt or many."""
         body = await read_body(http, self._settings)
         call, sampling, fields = await off_loop(
@@ -61,8 +60,7 @@ class CompletionRoute:
         answers = Answers(call, self._settings.model_name, requests, choices, num_layers=num_layers)
         if call.stream:
             return EventStream(answers.stream(self._traffic))
-        content = await unless_gone(http.receive, answers.whole(self._traffic))
-        return Response(content, media_type="application/json")
+        return WholeReply(answers.whole(self._traffic), "application/json")
 
     def _requests(
         self, call: CallFields, sampling: SamplingFields, fields: CompletionFields
