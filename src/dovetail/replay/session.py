@@ -382,7 +382,7 @@ class _Installer:
         indices = self._installed(live.indices)
         with torch.no_grad():
             overlap = overlap_of(indices, live.indices)
-            self._observe(overlap, margin_of(ranked_NE, indices.shape[1]))
+            self._observe(overlap, margin_of(ranked_NE, live.indices))
         return TopK(scores_NE.gather(1, indices), indices)
 
     def _installed(self, live_NK: Tensor) -> Tensor:
