@@ -62,7 +62,6 @@ def measure(shape: str, experts: str, checkpointed: bool, rounds: int) -> dict[s
         num_experts_per_tok=k,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=width // 4,
     )
     model = Qwen3MoeForCausalLM(config).train()
     model.set_experts_implementation(experts)
