@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("docs/sampling.md", "docs/capture.md", "docs/rl.md")
+PAGES = ("docs/sampling.md", "docs/capture.md", "docs/replay.md", "docs/rl.md")
 
 
 def python_blocks(page: Path) -> list[tuple[int, str]]:

@@ -94,6 +94,27 @@ def test_foreign_routes_reach_the_experts_with_weights(name):
         assert bool((weights != 0).all())
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+def test_other_code_of_the_experts_changes_nothing(name, experts):
+    model = tiny_model(name)
+    assert model.get_experts_implementation()[""] == "grouped_mm"  # what the other tests run
+    model.set_experts_implementation(experts)
+    session = ReplaySession(model)
+    ids = some_ids()
+    with session.record() as recording:
+        native = outcome(model, lambda: next_token_loss(model, ids))
+    with session.replay(recording.routes):
+        assert_same(native, outcome(model, lambda: next_token_loss(model, ids)))
+    routes = random_routes(session, ids.numel())
+    with session.replay(routes):
+        plain = outcome(model, lambda: next_token_loss(model, ids))
+    for mode in ("reentrant", "non-reentrant"):
+        checkpointed(model, REENTRANT[mode])
+        with session.replay(routes):
+            assert_same(plain, outcome(model, lambda: next_token_loss(model, ids)))
+
+
 @families
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
 def test_checkpointing_is_exact(name, mode):

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dovetail
+from dovetail.cli.options import PLOT_INSTALL
 from dovetail.config.gpu import Gpu, has_nvidia_driver
 from dovetail.config.hub import HUB_INSTALL
 from dovetail.core.engine import Engine
@@ -38,6 +39,7 @@ REQUIRED = (
 )  # fmt: skip
 OPTIONAL = {
     "huggingface_hub": ("models by their name on the Hugging Face hub", HUB_INSTALL),
+    "matplotlib": ("the figure of dovetail mismatch", PLOT_INSTALL),
     "transformers": ("the oracle of the tests", "pip install 'dovetail[test]'"),
 }
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from dovetail.config.schema import DeviceChoice, EngineOptions, LoadFormat, PolicyName
 from dovetail.wire.request import LogprobKind, SamplingParams
 
+PLOT_INSTALL = "pip install 'dovetail[plot]'"
 _UNSET = (
     argparse.SUPPRESS
 )  # a flag that is not given leaves no trace, so defaults live in one place

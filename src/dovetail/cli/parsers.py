@@ -9,6 +9,7 @@ from pathlib import Path
 
 import dovetail
 from dovetail.cli.options import (
+    PLOT_INSTALL,
     add_engine_flags,
     add_logprob_flags,
     add_sampling_flags,
@@ -58,6 +59,31 @@ docs/server.md has the routes and their fields.
 """
 
 
+_MISMATCH_DESCRIPTION = """\
+Print how far a trainer's logprobs are from those of the rollout that sampled the tokens, with
+95 % intervals from resampled sequences, and how often their routers choose other experts.
+
+A file compares one rollout with one or more forwards of the trainer, its arms; a usual pair is
+"live", with the trainer's own routing, and "replayed". Where there are two, the ratio of the
+second to the first follows: below 1, the second is closer.
+"""
+_MISMATCH_EPILOG = """\
+Write such a file from a trainer, with one array a sequence:
+
+  from dovetail.replay.comparison import Comparison
+  Comparison.of_arrays(
+      rollout, {"live": live, "replayed": replayed}, starts=prompt_lens,
+      overlaps=overlaps, layer_ids=session.layer_ids, num_experts_per_tok=8,
+  ).save("step-100.mismatch")
+
+docs/replay.md says where each comes from.
+
+  dovetail mismatch step-100.mismatch
+  dovetail mismatch step-100.mismatch --plot step-100.png
+  dovetail mismatch step-100.mismatch --json | jq .arms.replayed.k3
+"""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the whole command line; ``home`` of what it parses names the command's module."""
     parser = argparse.ArgumentParser(
@@ -74,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_config(commands)
     _add_doctor(commands)
+    _add_mismatch(commands)
     return parser
 
 
@@ -207,6 +234,33 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(home="dovetail.cli.doctor")
+
+
+def _add_mismatch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "mismatch",
+        help="compare a trainer's logprobs and routes with the rollout's",
+        description=_MISMATCH_DESCRIPTION,
+        epilog=_MISMATCH_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="written by Comparison.save")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png",
+        help="draw the survival curve of |difference| and a heat map of layers and tokens whose "
+        f"experts differ (needs matplotlib: {PLOT_INSTALL})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sequence", type=int, metavar="N",
+        help="draw the heat map of this sequence, from 0 (default: of all, averaged)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resamples", type=positive, default=1000, metavar="N",
+        help="of the sequences, for the intervals (default: 1000)",
+    )  # fmt: skip
+    parser.set_defaults(home="dovetail.cli.mismatch")
 
 
 def _length_range(text: str) -> tuple[int, int]:

@@ -87,12 +87,12 @@ def overlap_of(a_NK: Tensor, b_NK: Tensor) -> Tensor:
     return (a_NK[:, :, None] == b_NK[:, None, :]).sum((1, 2))
 
 
-def margin_of(scores_NE: Tensor, num_selected: int) -> Tensor:
+def margin_of(ranked_NE: Tensor, live_NK: Tensor) -> Tensor:
     """Return the score of the last selected less that of the first unselected, float32 [N]."""
-    if num_selected == scores_NE.shape[1]:
-        return torch.full_like(scores_NE[:, 0], torch.inf, dtype=torch.float32)
-    top = torch.topk(scores_NE.detach().float(), num_selected + 1, dim=-1).values
-    return top[:, -2] - top[:, -1]
+    ranked_NE = ranked_NE.detach()
+    last_N = ranked_NE.gather(1, live_NK).amin(1)
+    next_N = ranked_NE.scatter(1, live_NK, -torch.inf).amax(1)  # cheaper than a second top-k
+    return (last_N - next_N).float()
 
 
 def compare_traces(a: RouteTrace, b: RouteTrace) -> NDArray[np.int64]:

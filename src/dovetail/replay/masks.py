@@ -109,26 +109,28 @@ def masked_logprobs(
     lengths = mask.lengths
     row_Z = torch.arange(num_rows, device=lengths.device).repeat_interleave(lengths)
     _expect_targets(targets_R, mask, row_Z)
-    total_R = _support_logsumexp(logits_RV, mask.ids_Z, row_Z, lengths, temperature)
-    target = logits_RV.gather(1, targets_R[:, None])[:, 0].float() / temperature
-    return target - total_R
-
-
-def _support_logsumexp(
-    logits_RV: Tensor, ids_Z: Tensor, row_Z: Tensor, lengths_R: Tensor, temperature: float
-) -> Tensor:
-    scaled_Z = logits_RV[row_Z, ids_Z].float() / temperature
-    peak_R = scaled_Z.new_full((len(lengths_R),), -torch.inf)
-    peak_R = peak_R.scatter_reduce(0, row_Z, scaled_Z.detach(), "amax")
-    is_open_R = lengths_R == 0
-    peak_R = peak_R.masked_fill(is_open_R, 0.0)
-    sum_R = torch.zeros_like(peak_R).index_add(0, row_Z, (scaled_Z - peak_R[row_Z]).exp())
-    total_R = sum_R.masked_fill(is_open_R, 1.0).log() + peak_R
+    logprob_R = _support_logprobs(logits_RV, targets_R, mask.ids_Z, row_Z, temperature)
+    is_open_R = lengths == 0
     if bool(is_open_R.any()):
         rows = torch.nonzero(is_open_R).view(-1)
-        whole = torch.logsumexp(logits_RV[rows].float() / temperature, dim=-1)
-        total_R = total_R.index_copy(0, rows, whole)
-    return total_R
+        whole = (logits_RV[rows].float() / temperature).log_softmax(-1)
+        whole = whole.gather(1, targets_R[rows, None])[:, 0]
+        logprob_R = logprob_R.index_copy(0, rows, whole)
+    return logprob_R
+
+
+def _support_logprobs(
+    logits_RV: Tensor, targets_R: Tensor, ids_Z: Tensor, row_Z: Tensor, temperature: float
+) -> Tensor:
+    """Return the logprob of each target among the ids of its row; of rows without ids anything."""
+    scaled_Z = logits_RV[row_Z, ids_Z].float() / temperature
+    target_R = logits_RV.gather(1, targets_R[:, None])[:, 0].float() / temperature
+    # A target is within its row, so the peak is the row's; it goes first, for the digits' sake.
+    peak_R = target_R.detach().scatter_reduce(0, row_Z, scaled_Z.detach(), "amax")
+    sum_R = torch.zeros_like(peak_R).index_add(0, row_Z, (scaled_Z - peak_R[row_Z]).exp())
+    # Without the 1 the gradient of a row that is not used would be nan on its way to nowhere.
+    has_ids_R = torch.zeros_like(sum_R, dtype=torch.bool).index_fill(0, row_Z, True)
+    return (target_R - peak_R) - torch.where(has_ids_R, sum_R, 1.0).log()
 
 
 def _expect_targets(targets_R: Tensor, mask: SamplingMask, row_Z: Tensor) -> None:

@@ -1,9 +1,8 @@
 # pyright: strict
 """Recording and replaying the routing of a Hugging Face model (R3, arXiv 2510.11370).
 
-Owns the two contexts in which a model's routers answer to somebody else. Nothing is global: the
-state is the session's, each router's ``forward`` is wrapped while a context is open and is what it
-was when it closes, exceptions included.
+Owns the two contexts in which a model's routers answer to somebody else, and whose choice that is.
+Nothing is global: the state is the session's, and when a context closes the model is what it was.
 
 A context encloses forward *and* backward of one micro-batch. Under activation checkpointing the
 backward runs routers again; if they chose for themselves then, gradients would be those of another
@@ -14,19 +13,17 @@ Shape legend: N tokens, L routers, K experts of a token.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, cast
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.replay.errors import ReplayError
+from dovetail.replay.interception import RouterCalls, open_routers, refuse_jitter
 from dovetail.replay.live import LiveRouting, margin_of, overlap_of
 from dovetail.replay.packing import RouteBatch, route_dtype
 from dovetail.replay.routers import Router, Routers, find_routers
-from dovetail.replay.topk import Chooser, RouterCall, TopK, expect_one_selection
-
-_MARK = "_dovetail_is_open"
+from dovetail.replay.topk import Chooser, TopK
 
 
 class ReplaySession:
@@ -74,7 +71,7 @@ class ReplaySession:
             ReplayError: on leaving, if a router did not run; or another context is open.
         """
         recording = Recording(self)
-        with _open_routers(self._found, recording):
+        with open_routers(self._found, recording):
             yield recording
         recording.expect_whole()
 
@@ -94,7 +91,7 @@ class ReplaySession:
         """
         self._expect_fitting(routes)
         replay = Replay(self, routes)
-        with _open_routers(self._found, replay):
+        with open_routers(self._found, replay):
             yield replay
         replay.expect_whole()
 
@@ -110,160 +107,7 @@ class ReplaySession:
             if mine != theirs:
                 raise ReplayError(f"{name} is {mine}, the routes' {theirs}: another model's rows")
         for router in self.routers:
-            _refuse_jitter(router)
-
-
-# -- what both contexts count ----------------------------------------------------------------
-
-
-class RouterCalls:
-    """How often each router ran, and which backwards are still to come.
-
-    Attributes:
-        num_forwards: calls of each router in forwards.
-        num_recomputes: in backwards, of parts that are checkpointed.
-        num_owed: calls in a forward with gradients that no backward has passed yet.
-    """
-
-    def __init__(self, num_routers: int) -> None:
-        self.num_forwards = [0] * num_routers
-        self.num_recomputes = [0] * num_routers
-        self.num_owed = [0] * num_routers
-
-    def expect_whole(self, routers: tuple[Router, ...]) -> None:
-        """Raise ReplayError unless all routers ran equally often, at least once."""
-        most = max(self.num_forwards)
-        if most == 0:
-            raise ReplayError("no forward of the session's model ran inside the context")
-        silent = [
-            router.name
-            for router, count in zip(routers, self.num_forwards, strict=True)
-            if count < most
-        ]
-        if silent:
-            raise ReplayError(
-                f"{len(silent)} of {len(routers)} routers did not run in each of the {most} "
-                f"forwards, the first is {silent[0]}: something else chose its experts"
-            )
-
-    def expect_backward(self, routers: tuple[Router, ...]) -> None:
-        """Raise ReplayError if a backward is still to come."""
-        owing = [router.name for router, n in zip(routers, self.num_owed, strict=True) if n > 0]
-        if owing:
-            raise ReplayError(
-                f"backward has not passed {len(owing)} of {len(routers)} routers, the first is "
-                f"{owing[0]}: call backward() inside the context, because under checkpointing it "
-                "runs the routers again; or, if none is wanted, the forward under torch.no_grad()"
-            )
-
-
-class _Context(Protocol):
-    """What a wrapped router calls."""
-
-    calls: RouterCalls
-
-    def chooser(self, place: int, router: Router, *, is_recomputing: bool) -> Chooser:
-        """Return who chooses in this call of the router at ``place``."""
-        ...
-
-
-@contextmanager
-def _open_routers(found: Routers, context: _Context) -> Generator[None]:
-    """Wrap the routers of a model while open."""
-    with ExitStack() as stack:
-        with_grad = _WithGrad()
-        for module in found.ancestors:
-            stack.callback(module.register_forward_pre_hook(with_grad.enter).remove)
-            leave = module.register_forward_hook(with_grad.leave, always_call=True)
-            stack.callback(leave.remove)
-        for place, router in enumerate(found.routers):
-            stack.enter_context(_wrapped(place, router, context, with_grad))
-        yield
-
-
-class _WithGrad:
-    """Whether the model was called with gradients, seen from inside a checkpoint, which has none.
-
-    A reentrant checkpoint runs its part of the forward without gradients and again in backward.
-    """
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self._depth = 0
-
-    def enter(self, module: nn.Module, args: object) -> None:
-        if self._depth == 0:
-            self.is_on = torch.is_grad_enabled()
-        self._depth += 1
-
-    def leave(self, module: nn.Module, args: object, output: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.is_on = False
-
-
-@contextmanager
-def _wrapped(
-    place: int, router: Router, context: _Context, with_grad: _WithGrad
-) -> Generator[None]:
-    module, calls = router.module, context.calls
-    forward = module.forward
-    if hasattr(forward, _MARK):
-        raise ReplayError(f"another context is open on router {router.name}; close it first")
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # Autograd runs a checkpointed part again while it works on a graph.
-        is_recomputing = torch._C._current_graph_task_id() != -1  # pyright: ignore
-        counts = calls.num_recomputes if is_recomputing else calls.num_forwards
-        counts[place] += 1  # now: a recomputation may end within the router, once it has enough
-        chooser = context.chooser(place, router, is_recomputing=is_recomputing)
-        with RouterCall(router.selection, chooser) as call:
-            output = forward(*args, **kwargs)
-        expect_one_selection(call, router.name)
-        is_checkpointed = with_grad.is_on and not torch.is_grad_enabled()
-        _await_backward(output, calls, place, is_owed=not is_recomputing, always=is_checkpointed)
-        return output
-
-    setattr(wrapper, _MARK, True)
-    own = module.__dict__.get("forward")
-    module.forward = wrapper
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
-
-
-def _await_backward(
-    output: Any, calls: RouterCalls, place: int, *, is_owed: bool, always: bool
-) -> None:
-    """Count a backward as owed until it passes one of the router's outputs."""
-    outputs = cast(tuple[Any, ...], output if isinstance(output, tuple) else (output,))
-    passed = [False]
-
-    def on_grad(grad: Tensor) -> None:
-        if not passed[0]:
-            passed[0] = True
-            calls.num_owed[place] -= 1
-
-    hooked = [part for part in outputs if isinstance(part, Tensor) and part.requires_grad]
-    if is_owed and (hooked or always):
-        calls.num_owed[place] += 1
-    for part in hooked:
-        part.register_hook(on_grad)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _refuse_jitter(router: Router) -> None:
-    for module in (*router.around, router.module):
-        noisy = [name for name in vars(module) if "jitter" in name and getattr(module, name)]
-        if noisy and module.training:
-            raise ReplayError(
-                f"noise is added before router {router.name} in training ({noisy[0]} of its "
-                f"{type(module).__name__} is not 0), so that the rollout's choice would meet other "
-                "scores; set it to 0"
-            )
+            refuse_jitter(router)
 
 
 # -- recording -----------------------------------------------------------------------------------
@@ -319,7 +163,7 @@ class Replay:
         self.calls = RouterCalls(len(session.routers))
         self.routes = routes
         self._session = session
-        self._ids_LNK = routes.ids_NLK.transpose(0, 1).contiguous()
+        self._rows = _Rows(routes)
         self._observed: list[tuple[Tensor, Tensor] | None] = [None] * len(session.routers)
 
     def chooser(self, place: int, router: Router, *, is_recomputing: bool) -> Chooser:
@@ -329,7 +173,7 @@ class Replay:
             if not is_recomputing:
                 self._observed[place] = (overlap_N, margin_N)
 
-        return _Installer(router, self._ids_LNK[place], self.routes.has_row_N, observe)
+        return _Installer(router, place, self._rows, observe)
 
     def expect_whole(self) -> None:
         """Raise ReplayError if a router did not run, or a backward is still to come."""
@@ -355,26 +199,39 @@ class Replay:
         )
 
 
+class _Rows:
+    """The rows of a micro-batch, layer by layer, on each device that a router is on."""
+
+    def __init__(self, routes: RouteBatch) -> None:
+        self.num_tokens = routes.num_tokens
+        self._ids_LNK = routes.ids_NLK.transpose(0, 1).contiguous()
+        self._has_row_N1 = routes.has_row_N[:, None]
+        self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return ids [L, N, K] and whether there are any [N, 1]; copied once a device."""
+        if device not in self._placed:
+            self._placed[device] = (self._ids_LNK.to(device), self._has_row_N1.to(device))
+        return self._placed[device]
+
+
 class _Installer:
     """Answers a router with the rows of the rollout, and looks at what it would have done."""
 
     def __init__(
-        self,
-        router: Router,
-        ids_NK: Tensor,
-        has_row_N: Tensor,
-        observe: Callable[[Tensor, Tensor], None],
+        self, router: Router, place: int, rows: _Rows, observe: Callable[[Tensor, Tensor], None]
     ) -> None:
         self._router = router
-        self._ids_NK = ids_NK
-        self._has_row_N = has_row_N
+        self._place = place
+        self._rows = rows
         self._observe = observe
 
     def groups(self, num_tokens: int, num_groups: int, live_NQ: Tensor) -> Tensor:
-        per_group = self._router.selection.num_experts // num_groups
+        selection = self._router.selection
+        per_group = selection.num_experts // num_groups
         # Where nothing is replayed these are the live groups once more.
-        repeats = -(-self._ids_NK.shape[1] // live_NQ.shape[1])
-        live = live_NQ.repeat(1, repeats)[:, : self._ids_NK.shape[1]]
+        repeats = -(-selection.num_selected // live_NQ.shape[1])
+        live = live_NQ.repeat(1, repeats)[:, : selection.num_selected]
         groups = self._installed(live * per_group) // per_group
         return torch.cat([groups, live_NQ], dim=1)
 
@@ -382,17 +239,16 @@ class _Installer:
         indices = self._installed(live.indices)
         with torch.no_grad():
             overlap = overlap_of(indices, live.indices)
-            self._observe(overlap, margin_of(ranked_NE, indices.shape[1]))
+            self._observe(overlap, margin_of(ranked_NE, live.indices))
         return TopK(scores_NE.gather(1, indices), indices)
 
     def _installed(self, live_NK: Tensor) -> Tensor:
         """Return the rollout's ids, int64, and the live ones of tokens without a row."""
-        num_tokens, num_rows = len(live_NK), len(self._ids_NK)
+        num_tokens, num_rows = len(live_NK), self._rows.num_tokens
         if num_tokens != num_rows:
             raise ReplayError(
                 f"router {self._router.name} was given {num_tokens} tokens, the routes have "
                 f"{num_rows}: send the index through what the input_ids go through"
             )
-        device = live_NK.device
-        forced, has_row = self._ids_NK.to(device), self._has_row_N.to(device)
-        return torch.where(has_row[:, None], forced.long(), live_NK)
+        ids_LNK, has_row_N1 = self._rows.on(live_NK.device)
+        return torch.where(has_row_N1, ids_LNK[self._place].long(), live_NK)
