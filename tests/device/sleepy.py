@@ -1,0 +1,89 @@
+"""A GPU whose lanes sleep before each piece of work, so that whoever does not wait loses for sure.
+
+Blocks that a ring takes back are filled with junk, as ``exec.sim`` does.
+"""
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dovetail.exec.cuda.device import CudaDevice
+from dovetail.exec.device import Event, Lane
+from dovetail.exec.sim import POISON_BYTE
+
+CYCLES = (0, 200_000, 2_000_000)
+"""Of the GPU's clock, about 2 GHz: nothing, a tenth of a millisecond, a millisecond."""
+
+
+class SleepyLane:
+    """A lane with a sleep kernel before each work."""
+
+    def __init__(self, lane: Lane, rng: random.Random, *, is_slow: bool) -> None:
+        self._lane = lane
+        self._rng = rng
+        self._is_slow = is_slow
+        self.num_sleeps = 0
+        self.before_last: Event = lane.record()
+
+    def submit(
+        self,
+        fn: Callable[..., None],
+        *args: object,
+        reads: tuple[Tensor, ...] = (),
+        writes: tuple[Tensor, ...] = (),
+    ) -> None:
+        """Queue a sleep and ``fn(*args)``."""
+        self.before_last = self._lane.record()
+        cycles = self._rng.choice(CYCLES) if self._is_slow else 0
+        if cycles:
+            self.num_sleeps += 1
+            self._lane.submit(torch.cuda._sleep, cycles)
+        self._lane.submit(fn, *args, reads=reads, writes=writes)
+
+    def record(self) -> Event:
+        """See ``Lane``."""
+        return self._lane.record()
+
+    def wait(self, event: Event) -> None:
+        """See ``Lane``."""
+        self._lane.wait(event)
+
+
+class SleepyGpu:
+    """The GPU, slow on the compute lane, on the copy lane or on both, as the seed says."""
+
+    def __init__(self, seed: int) -> None:
+        self._gpu = CudaDevice()
+        self.torch_device = self._gpu.torch_device
+        rng = random.Random(seed)
+        slow = ("compute", "copy", "both")[seed % 3]
+        self.lanes = tuple(
+            SleepyLane(lane, rng, is_slow=slow in (name, "both"))
+            for name, lane in (("compute", self._gpu.compute), ("copy", self._gpu.copy))
+        )
+        self.compute: Lane = self.lanes[0]
+        self.copy: Lane = self.lanes[1]
+
+    def host_block(self, num_bytes: int) -> Tensor:
+        """See ``Device``; pinned."""
+        return self._gpu.host_block(num_bytes)
+
+    def device_block(self, num_bytes: int) -> Tensor:
+        """See ``Device``."""
+        return self._gpu.device_block(num_bytes)
+
+    def recycle(self, block: Tensor) -> None:
+        """Fill the block with junk: on the host at once, on the GPU before the lane's next work."""
+        if block.device.type == "cpu":
+            block.numpy().fill(POISON_BYTE)
+        else:
+            self._gpu.compute.submit(block.fill_, POISON_BYTE)
+
+    def register_state(self, *tensors: Tensor) -> None:
+        """Nothing to check; ``exec.sim`` does."""
+
+    def close(self) -> None:
+        """See ``Device``."""
+        self._gpu.close()
