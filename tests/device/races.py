@@ -48,7 +48,10 @@ STALE = r"InvariantError: (a plan names stale slots|slot .* is stale)"
 FREED = r"InvariantError: audit: step .* free"
 SHARED = r"InvariantError: audit: step .* writes shared"
 ENDED = r"output: .*(not finite|has no row for position)"
-LOST_COUNT = r"AssertionError: $|KeyError: <dovetail\.sched\.sequence\.Sequence"
+LOST_COUNT = (
+    r"AssertionError: $|KeyError: <dovetail\.sched\.sequence\.Sequence"
+    r"|InvariantError: \d+ tokens computed"
+)
 FOREIGN_ROWS = r"output: .*rows from position|ValueError: operands|RuntimeError: generator"
 FOREIGN_STAMP = r"AssertionError: rows of step|AssertionError: \nArrays are not equal"
 BAD_TOKEN = r"IndexError: |OverflowError: "
@@ -114,8 +117,8 @@ MUTANTS = {
     ),
     "stale_handle_accepted": Mutant(
         gpu_mutants.stale_handle_accepted,
-        TOKENS,
-        f"{READOUT}|{LOST_COUNT}|{FOREIGN_ROWS}",
+        f"{TOKENS}|{READOUT}",
+        f"{LOST_COUNT}|{FOREIGN_ROWS}",
         audited=False,
     ),
     "retracted_in_flight": Mutant(mutants.retracted_in_flight, STALE, audited=False),

@@ -78,11 +78,16 @@ class Oracle:
     """
 
     def __init__(
-        self, folder: Path | str, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
+        self,
+        folder: Path | str,
+        dtype: torch.dtype = torch.float32,
+        attention: str = "sdpa",
+        experts: str | None = None,
     ):
         logging.disable_progress_bar()
+        how = {} if experts is None else {"experts_implementation": experts}
         self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention
+            folder, dtype=dtype, attn_implementation=attention, **how
         ).eval()
         config = self.model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
