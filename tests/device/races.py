@@ -84,9 +84,7 @@ MUTANTS = {
     ),
     "staged_late": Mutant(mutants.staged_late, "ValueError: .*read-only"),
     "staged_late_unfrozen": Mutant(mutants.staged_late_unfrozen, TOKENS, READOUT),
-    "one_result_block": Mutant(
-        mutants.one_result_block, "InvariantError: a ring .* still in use"
-    ),
+    "one_result_block": Mutant(mutants.one_result_block, "InvariantError: a ring .* still in use"),
     "one_result_block_unchecked": Mutant(
         gpu_mutants.one_result_block_unchecked, f"{TOKENS}|{JUNK_RESULT}", BAD_TOKEN
     ),
@@ -112,9 +110,7 @@ MUTANTS = {
     "readout_is_an_unseen_view": Mutant(mutants.readout_is_an_unseen_view, READOUT),
     "tenant_not_sent": Mutant(mutants.tenant_not_sent, STALE, audited=False),
     "released_in_flight": Mutant(mutants.released_in_flight, FREED, STALE),
-    "released_in_flight, not audited": Mutant(
-        mutants.released_in_flight, STALE, audited=False
-    ),
+    "released_in_flight, not audited": Mutant(mutants.released_in_flight, STALE, audited=False),
     "stale_handle_accepted": Mutant(
         gpu_mutants.stale_handle_accepted,
         f"{TOKENS}|{READOUT}",

@@ -12,6 +12,7 @@ import torch
 from tests.device.sleepy import SleepyGpu
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, random_qwen3_moe
 from tests.support.gpu_engine import gpu_harness
+from tests.support.handmade import fx_count, fx_tag
 from tests.support.oracle import Oracle
 from tests.support.traffic import (
     DRAWS,
@@ -123,8 +124,6 @@ def test_b23_each_step_runs_with_its_own_packet(seed, tmp_path_factory) -> None:
     Sleeping lanes, rows that jump between 1, 33, 7 and 64, and a bias of 100 that forces each
     request to its own token at first: any other would be a neighbour's.
     """
-    from tests.support.handmade import fx_count
-
     folder = fx_count(tmp_path_factory.mktemp("fx_count"))
     harness = gpu_harness(
         folder, device=SleepyGpu(seed), max_running=64, context_len=64, num_pages=400,
@@ -149,12 +148,8 @@ def test_b23_each_step_runs_with_its_own_packet(seed, tmp_path_factory) -> None:
 
 def test_b25_pages_of_one_that_stopped_are_not_written_any_more(tmp_path_factory) -> None:
     """vllm #45357: found finished after the next step had been launched; its pages went on."""
-    from tests.support.handmade import fx_tag
-
     folder = fx_tag(tmp_path_factory.mktemp("fx_tag"))
-    harness = gpu_harness(
-        folder, depth=2, page_size=4, num_pages=24, context_len=96, max_running=4
-    )
+    harness = gpu_harness(folder, depth=2, page_size=4, num_pages=24, context_len=96, max_running=4)
     rng = np.random.default_rng(1)
     for turn in range(150):
         first, second = rng.choice(100, 2, replace=False).tolist()

@@ -34,9 +34,7 @@ def load_on_gpu(folder: Path, dtype: str) -> DecoderLM:
     return model
 
 
-def gpu_executor(
-    folder: Path, device: Device | None = None
-) -> Callable[[EngineConfig], Executor]:
+def gpu_executor(folder: Path, device: Device | None = None) -> Callable[[EngineConfig], Executor]:
     """Return what ``Harness`` takes as ``make_executor``; a device that is not given is made."""
 
     def make(config: EngineConfig) -> Executor:
