@@ -32,10 +32,10 @@ from dovetail.wire.request import SamplingParams
 SHAPES = Path(__file__).parent / "shapes"
 BATCHES = (1, 32, 128, 256)
 BEST_PEER = {
-    "0.6b": {"a": 10.22, "b": dict(zip(BATCHES, (1.69, 2.05, 3.58, 5.44), strict=True)), "c": 0.188},
-    "30b-a3b": {
-        "a": 29.97, "b": dict(zip(BATCHES, (4.15, 15.59, 18.89, 21.85), strict=True)), "c": 1.014
-    },
+    ("0.6b", "a"): 10.22, ("0.6b", "c"): 0.188,
+    ("0.6b", "b"): dict(zip(BATCHES, (1.69, 2.05, 3.58, 5.44), strict=True)),
+    ("30b-a3b", "a"): 29.97, ("30b-a3b", "c"): 1.014,
+    ("30b-a3b", "b"): dict(zip(BATCHES, (4.15, 15.59, 18.89, 21.85), strict=True)),
 }  # fmt: skip
 TEMPERATURE = 0.6
 PROMPT_LEN, SHORT, LONG = 128, 16, 272
@@ -95,7 +95,7 @@ class Lines:
         self._shape, self._floor, self._about, self._out = shape, floor, about, out
 
     def write(self, work: str, batch: int, value: float, unit: str, **more: object) -> None:
-        peers = BEST_PEER.get(self._shape, {}).get(work)
+        peers = BEST_PEER.get((self._shape, work))
         peer = peers.get(batch) if isinstance(peers, dict) else peers
         line = {"work": work, "shape": self._shape, "batch": batch, "value": value, "unit": unit}
         line |= {"floor": round(self._floor_of(work, batch, more), 4)} | self._about
