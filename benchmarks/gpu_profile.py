@@ -69,7 +69,7 @@ def kernels_during(seconds: float) -> dict[str, object]:
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     spans, times, counts = [], Counter[str](), Counter[str]()
     for event in profiler.profiler.kineto_results.events():
-        if event.device_type() != torch.autograd.DeviceType.CUDA or not event.duration_ns():
+        if event.device_type().name != "CUDA" or not event.duration_ns():
             continue
         spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
         times[event.name()[:70]] += event.duration_ns()

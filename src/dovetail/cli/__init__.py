@@ -1,4 +1,4 @@
-"""The command line: ``dovetail generate | serve | bench | config explain | doctor``."""
+"""The command line: ``dovetail generate | serve | bench | config explain | doctor | trace``."""
 
 import sys
 
