@@ -27,7 +27,7 @@ from tests.support.traffic import (
 
 pytestmark = pytest.mark.cuda
 
-CROWD = {"context_len": 128, "num_pages": 160, "max_running": 33, "chunk_size": 96}
+CROWD = {"context_len": 128, "num_pages": 96, "max_running": 33, "chunk_size": 96}
 """Room for about half of those that run, so memory is taken all the time."""
 TINY_MOE_EOS = (2,)
 
