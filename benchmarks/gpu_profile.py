@@ -64,7 +64,7 @@ def _bucket(number: int, size: int) -> str:
 
 def kernels_during(seconds: float) -> dict[str, object]:
     """Return the kernels of the next seconds, and the share of time in which none ran."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         time.sleep(seconds)
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     spans, times, counts = [], Counter[str](), Counter[str]()

@@ -242,7 +242,7 @@ def expert_cases(kernels: Kernels, name: str, shape: Shape) -> Iterator[Case]:
             f"experts ({distinct} distinct)", name, batch, run, moved, flops, copies,
             {"grouped_mm": torchs},
         )  # fmt: skip
-        tiles = table.experts(batch, k, shape.num_experts)
+        tiles = table.experts(batch, k, shape.num_experts, 2)
         if not isinstance(tiles, GroupedTiles):
             continue
         runs = experts.sort_slots(ids[0], shape.num_experts, rows=tiles.rows)

@@ -81,7 +81,8 @@ def decode_case(name: str, shape: Shape, batch: int, context: int) -> Case:
 
     own = table()
     split = own.split(batch, 1, shape.kv_heads)
-    chosen = own.attention(shape.heads // shape.kv_heads, shape.head_dim)
+    programs = (batch + split.num_extra) * shape.kv_heads
+    chosen = own.attention(shape.heads // shape.kv_heads, 2 * shape.head_dim, programs)
     others = [
         (AttentionTiles(keys, warps, stages), split)
         for keys, warps, stages in itertools.product((32, 64, 128), (2, 4), (2, 3, 4))
@@ -124,8 +125,8 @@ def prefill_case(name: str, shape: Shape, length: int) -> Case:
         (AttentionTiles(keys, warps, stages), num)
         for num, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
     ]
-    return Case("prefill attention", name, str(length), make,
-                [(own.attention(queries, shape.head_dim), queries), *others])  # fmt: skip
+    chosen = own.attention(queries, 2 * shape.head_dim, length * shape.heads // queries)
+    return Case("prefill attention", name, str(length), make, [(chosen, queries), *others])
 
 
 def expert_case(name: str, shape: Shape, batch: int) -> Case:
@@ -141,7 +142,7 @@ def expert_case(name: str, shape: Shape, batch: int) -> Case:
     def make(tiles: GroupedTiles) -> Callable[[int], object]:
         return lambda _: experts.grouped_moe(x, ids, weights, w_up, w_down, tiles=tiles)
 
-    own = table().experts(batch, k, shape.num_experts)
+    own = table().experts(batch, k, shape.num_experts, 2)
     assert isinstance(own, GroupedTiles)
     mean = batch * k / shape.num_experts
     rows = [r for r in (16, 32, 64, 128) if r <= 4 * mean + 12 and r >= mean / 8][-3:]

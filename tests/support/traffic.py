@@ -77,7 +77,7 @@ def mixed_traffic(
             asked.append((prompt, params, harness.add(prompt, capture=capture, **params)))
         if disturbed and asked and rng.random() < 0.04:
             harness.abort(asked[rng.integers(max(0, len(asked) - 40), len(asked))][2])
-        if disturbed and rng.random() < 0.04:
+        if disturbed and rng.random() < 0.15:
             harness.scheduler.retract_last()
         harness.step()
     harness.check_idle()
