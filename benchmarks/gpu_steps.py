@@ -15,15 +15,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import describe_run
 from benchmarks.stepped import SteppedEngine
+from dovetail.exec import executor as executor_module
+from dovetail.exec.cuda import runner as runner_module
 from dovetail.exec.cuda.device import CudaEvent
+from dovetail.exec.cuda.unpack import Unpacker
 
 STEADY, PROMPTS = 200, 40
 WAITING = re.compile(r"cu\w*(Synchronize|MemcpyHtoD|MemcpyDtoH)(_v\d+)?|cudaMemcpy|cudaMemset")
@@ -86,10 +91,17 @@ def prompt_counts(engine: SteppedEngine, num_steps: int = PROMPTS) -> Counter[st
 
 
 class Stopwatch:
-    """Adds up the seconds of some calls."""
+    """Notes the seconds of some calls until it is left."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
+        self._patches = ExitStack()
+
+    def __enter__(self) -> "Stopwatch":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
 
     def watch(self, owner: Any, method: str, name: str) -> None:
         """Time a method from now on."""
@@ -103,7 +115,7 @@ class Stopwatch:
             finally:
                 times.append(time.perf_counter() - started)
 
-        setattr(owner, method, timed)
+        self._patches.enter_context(mock.patch.object(owner, method, timed))
 
     def us(self, name: str) -> float:
         """Return the median in microseconds."""
@@ -112,23 +124,31 @@ class Stopwatch:
 
 def host_times(engine: SteppedEngine, num_steps: int = STEADY) -> dict[str, float]:
     """Return microseconds of the parts of a steady step, medians; ``host`` has no wait."""
-    watch = Stopwatch()
-    executor, wait = engine.executor, CudaEvent.wait
-    watch.watch(engine.scheduler, "plan", "plan")
-    watch.watch(engine.scheduler, "commit", "commit")
-    watch.watch(executor, "_stage", "packet")
-    watch.watch(executor, "submit", "submit")
-    watch.watch(CudaEvent, "wait", "wait")
-    host = []
-    try:
+    executor: Any = engine.executor
+    runner, host = executor._runner, []
+    with Stopwatch() as watch:
+        for owner, method, name in (
+            (engine.scheduler, "plan", "plan"),
+            (engine.scheduler, "commit", "commit"),
+            (CudaEvent, "wait", "wait"),
+            (executor, "submit", "submit"),
+            (executor, "_stage", "packet"),
+            (executor._writer, "write", "packet: write"),
+            (executor_module, "_upload", "packet: copy"),
+            (executor_module, "_download", "download: copy"),
+            (runner, "run", "run"),
+            (runner._tenants, "draws_plainly", "run: look at rows"),
+            (Unpacker, "fill", "run: unpack"),
+            (runner._graphs, "replay", "run: replay"),
+            (runner_module, "pack", "run: pack"),
+        ):
+            watch.watch(owner, method, name)
         for _ in range(num_steps):
             num_waits, started = len(watch.seconds["wait"]), time.perf_counter()
             engine.loop.step()
             taken = time.perf_counter() - started
             host.append(taken - sum(watch.seconds["wait"][num_waits:]))
-    finally:
-        CudaEvent.wait = wait
-    parts = {name: watch.us(name) for name in ("plan", "packet", "submit", "commit", "wait")}
+    parts = {name: watch.us(name) for name in watch.seconds}
     return parts | {"host": round(1e6 * statistics.median(host), 1)}
 
 

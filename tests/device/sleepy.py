@@ -13,8 +13,8 @@ from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.device import Event, Lane
 from dovetail.exec.sim import POISON_BYTE
 
-CYCLES = (0, 200_000, 2_000_000)
-"""Of the GPU's clock, about 2 GHz: nothing, a tenth of a millisecond, a millisecond."""
+CYCLES = (0, 1_000_000, 10_000_000)
+"""Of the GPU's clock, about 2 GHz: nothing, half a millisecond, five; the host takes one or two."""
 
 
 class SleepyLane:

@@ -46,6 +46,15 @@ def test_sleeping_lanes_change_nothing(allocator: str, depth: int) -> None:
     }
 
 
+def test_graphs_are_refused_with_an_allocator_that_cannot_keep_them() -> None:
+    env = os.environ | {"PYTHONPATH": "src", "PYTORCH_ALLOC_CONF": ALLOCATORS["cudaMallocAsync"]}
+    words = ["dovetail.cli", "generate", "--device", "cuda", "--max-new-tokens", "1", "A"]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "--no-graphs" in done.stderr, done.stderr[-2000:]
+
+
 def fault_of(mutant: Mutant, found: list[str | None]) -> str | None:
     """Say why this is not how the mutant should have been caught; None if it is."""
     caught = [how for how in found if how]

@@ -8,7 +8,9 @@ tokens, whatever the mix of rows; above the last tier the GPU is slower than the
 and nothing is gained: such steps are padded a little and run by themselves.
 """
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -107,16 +109,17 @@ class CudaGraphs:
         """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
-        for shape in self._tiers.shapes:
-            forward(shape)  # compiles, and allocates what is allocated once
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                forwarded = forward(shape)
-            self._graphs[shape] = graph, forwarded
-            on_progress(len(self._graphs), len(self._tiers.shapes))
+        with _no_collection():
+            for shape in self._tiers.shapes:
+                forward(shape)  # compiles, and allocates what is allocated once
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(
+                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ):
+                    forwarded = forward(shape)
+                self._graphs[shape] = graph, forwarded
+                on_progress(len(self._graphs), len(self._tiers.shapes))
 
     def padded(self, shape: StepShape) -> StepShape:
         """See ``StepGraphs``."""
@@ -129,6 +132,19 @@ class CudaGraphs:
         graph, forwarded = self._graphs[padded]
         graph.replay()
         return forwarded
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: freeing graphs of an engine that is gone breaks others'."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _decode_shape(num_rows: int) -> StepShape:
