@@ -5,7 +5,7 @@
 
 1. Works a and b of ``benchmarks.gpu`` with capture off, and on with all rows returned, in turn in
    one process, on one set of weights: the ratio of their times, with a bootstrap interval. Of work
-   a the first ``--requests`` requests; work b is a batch of 256 that decodes.
+   a the first ``--requests`` requests, outputs cut to ``--cut`` tokens; work b is a batch of 256.
 2. ``--snapshot``: packing a step's rows (256 tokens, 40 layers, 8 of int32, with their places:
    329,728 bytes) into the step's block, beside its copy to the host.
 """
@@ -90,7 +90,7 @@ def costs(args: argparse.Namespace) -> list[dict[str, object]]:
     """Return the lines of works a and b."""
     off, on = engines_of(args.shape, args.kv_memory)
     prompts, lens = work_a()
-    prompts, lens = prompts[: args.requests], lens[: args.requests]
+    prompts, lens = prompts[: args.requests], [min(n, args.cut) for n in lens[: args.requests]]
     batch = prompts_of_b(256)
     works = {
         "a": (prompts, lens, args.repeats_a),
@@ -150,9 +150,10 @@ def main() -> None:
     )
     parser.add_argument("shape", nargs="?", default="30b-a3b")
     parser.add_argument("--snapshot", action="store_true", help="only what a snapshot costs")
-    parser.add_argument("--requests", type=int, default=128, help="of work a (128)")
-    parser.add_argument("--repeats-a", type=int, default=5)
-    parser.add_argument("--repeats-b", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=256, help="of work a (256)")
+    parser.add_argument("--cut", type=int, default=256, help="most output tokens of one (256)")
+    parser.add_argument("--repeats-a", type=int, default=4)
+    parser.add_argument("--repeats-b", type=int, default=12)
     parser.add_argument("--steps-b", type=int, default=64, help="tokens a row of work b (64)")
     parser.add_argument("--kv-memory", default="16GiB")
     parser.add_argument("--out", type=Path, required=True)

@@ -136,7 +136,7 @@ class CudaGraphs:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage: freeing graphs of an engine that is gone breaks others'."""
+    """Keep Python from collecting garbage: to free another engine's graphs ends a recording."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
