@@ -141,17 +141,18 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--repeats", type=int, default=5, help="of each leg of b (5)")
     parser.add_argument("--runs", type=int, default=2, help="of a and d, the least counts (2)")
-    parser.add_argument("--kv-memory", default="60GiB")
+    parser.add_argument("--kv-memory", help="(what 0.9 of the GPU leaves)")
     parser.add_argument("--max-running", type=int, default=512)
     parser.add_argument("--chunk-size", type=int, default=8192)
     parser.add_argument("--capture", nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     started = time.perf_counter()
+    memory = {} if args.kv_memory is None else {"kv_memory": args.kv_memory}
     engine = Engine(
         SHAPES / args.shape, device="cuda", load_format="dummy", prefix_cache=False,
-        max_running=args.max_running, kv_memory=args.kv_memory, context_len=4352,
-        chunk_size=args.chunk_size, capture=tuple(args.capture),
+        max_running=args.max_running, context_len=4352, chunk_size=args.chunk_size,
+        capture=tuple(args.capture), **memory,
     )  # fmt: skip
     about = {"start_s": round(time.perf_counter() - started, 2), "max_running": args.max_running}
     command = ["-m", "benchmarks.gpu", args.shape, "--works", *args.works]

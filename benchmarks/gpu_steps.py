@@ -137,7 +137,7 @@ def host_times(engine: SteppedEngine, num_steps: int = STEADY) -> dict[str, floa
             (executor_module, "_upload", "packet: copy"),
             (executor_module, "_download", "download: copy"),
             (runner, "run", "run"),
-            (runner._tenants, "draws_plainly", "run: look at rows"),
+            (runner._tenants, "shaping", "run: look at rows"),
             (Unpacker, "fill", "run: unpack"),
             (runner._graphs, "replay", "run: replay"),
             (runner_module, "pack", "run: pack"),

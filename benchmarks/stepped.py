@@ -1,6 +1,7 @@
 """An engine whose loop a benchmark turns by hand, on its own thread."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -31,9 +32,11 @@ class SteppedEngine:
             device=backend.device.torch_device,
             comm=LocalComm(),
             kernels=backend.kernels,
+            allocate=partial(backend.device.memory.zeros, "weights"),
         )
         fill_with_noise(model)
-        self.executor = Executor(config, backend.make_runner(model), backend.device)
+        runner = backend.make_runner(config, model, lambda what, num_done, num_total: None)
+        self.executor = Executor(config, runner, backend.device)
         ledger = KVLedger(
             (PagedGroup(name="paged", page_size=config.page_size),), (config.num_pages,)
         )

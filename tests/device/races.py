@@ -26,7 +26,7 @@ from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.device import Device
 from dovetail.kernels.registry import load_kernels
 from tests.device import mutants as gpu_mutants
-from tests.device.sleepy import SleepyGpu
+from tests.device.sleepy import SleepyLane, sleepy_gpu
 from tests.explore import mutants
 from tests.explore.mutants import Mutation
 from tests.explore.scenario import Model, check, play, random_scenario
@@ -137,13 +137,14 @@ def scenario_play(model: Model, *, depth: int, audited: bool, graphs: bool) -> P
             "num_pages": 16 + (0, 1, 4, 64)[seed % 4],
         }
         scenario = random_scenario(model.quiz, seed, **fixed)
-        device = SleepyGpu(seed)
+        device = sleepy_gpu(seed)
         make = gpu_executor(model.folder, device)
         try:
             outputs = play(scenario, model.folder, device, audited=audited, make_executor=make)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        assert sum(lane.num_sleeps for lane in device.lanes)
+        lanes = (device.compute, device.copy)
+        assert sum(lane.num_sleeps for lane in lanes if isinstance(lane, SleepyLane))
         try:
             check(scenario, model.quiz, outputs)
         except AssertionError as error:
@@ -162,7 +163,7 @@ def stamp_play(*, depth: int) -> Play:
         return runner
 
     def play_one(seed: int) -> str | None:
-        stepper = stepper_of(SleepyGpu(seed), make_runner=make_runner, depth=depth)
+        stepper = stepper_of(sleepy_gpu(seed), make_runner=make_runner, depth=depth)
         watched = stepper.loop.executor = SnapshotEveryStep(stepper)
         for i in range(4):
             prompt = [(5 * i + j) % 29 + 3 for j in range(4 * i + 3)]

@@ -51,39 +51,20 @@ class SleepyLane:
         self._lane.wait(event)
 
 
-class SleepyGpu:
-    """The GPU, slow on the compute lane, on the copy lane or on both, as the seed says."""
+def sleepy_gpu(seed: int) -> CudaDevice:
+    """Return a GPU that is slow on one lane, or on both, as the seed says."""
+    gpu, rng = CudaDevice(), random.Random(seed)
+    slow = ("compute", "copy", "both")[seed % 3]
+    true_lane = gpu.compute
+    gpu.compute = SleepyLane(true_lane, rng, is_slow=slow in ("compute", "both"))
+    gpu.copy = SleepyLane(gpu.copy, rng, is_slow=slow in ("copy", "both"))
 
-    def __init__(self, seed: int) -> None:
-        self._gpu = CudaDevice()
-        self.torch_device = self._gpu.torch_device
-        rng = random.Random(seed)
-        slow = ("compute", "copy", "both")[seed % 3]
-        self.lanes = tuple(
-            SleepyLane(lane, rng, is_slow=slow in (name, "both"))
-            for name, lane in (("compute", self._gpu.compute), ("copy", self._gpu.copy))
-        )
-        self.compute: Lane = self.lanes[0]
-        self.copy: Lane = self.lanes[1]
-
-    def host_block(self, num_bytes: int) -> Tensor:
-        """See ``Device``; pinned."""
-        return self._gpu.host_block(num_bytes)
-
-    def device_block(self, num_bytes: int) -> Tensor:
-        """See ``Device``."""
-        return self._gpu.device_block(num_bytes)
-
-    def recycle(self, block: Tensor) -> None:
+    def recycle(block: Tensor) -> None:
         """Fill the block with junk: on the host at once, on the GPU before the lane's next work."""
         if block.device.type == "cpu":
             block.numpy().fill(POISON_BYTE)
         else:
-            self._gpu.compute.submit(block.fill_, POISON_BYTE)
+            true_lane.submit(block.fill_, POISON_BYTE)
 
-    def register_state(self, *tensors: Tensor) -> None:
-        """Nothing to check; ``exec.sim`` does."""
-
-    def close(self) -> None:
-        """See ``Device``."""
-        self._gpu.close()
+    gpu.recycle = recycle
+    return gpu

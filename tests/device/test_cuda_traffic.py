@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.device.sleepy import SleepyGpu
+from tests.device.sleepy import sleepy_gpu
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, random_qwen3_moe
 from tests.support.gpu_engine import gpu_harness
 from tests.support.handmade import fx_count, fx_tag
@@ -131,7 +131,7 @@ def test_b23_each_step_runs_with_its_own_packet(seed, tmp_path_factory) -> None:
     """
     folder = fx_count(tmp_path_factory.mktemp("fx_count"))
     harness = gpu_harness(
-        folder, device=SleepyGpu(seed), max_running=64, context_len=64, num_pages=400,
+        folder, device=sleepy_gpu(seed), max_running=64, context_len=64, num_pages=400,
         chunk_size=128, prefix_cache=False,
     )  # fmt: skip
     for size in (1, 33, 7, 64):

@@ -38,9 +38,10 @@ def gpu_executor(folder: Path, device: Device | None = None) -> Callable[[Engine
     """Return what ``Harness`` takes as ``make_executor``; a device that is not given is made."""
 
     def make(config: EngineConfig) -> Executor:
-        config = msgspec.structs.replace(config, device="cuda")
+        config = msgspec.structs.replace(config, device="cuda", memory_fraction=None)
         backend = load_backend(config, device)
-        runner = backend.make_runner(load_on_gpu(folder, config.dtype))
+        model = load_on_gpu(folder, config.dtype)
+        runner = backend.make_runner(config, model, lambda what, num_done, num_total: None)
         return Executor(config, runner, backend.device)
 
     return make

@@ -11,14 +11,13 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from dovetail.cli.options import engine_options
-from dovetail.cli.progress import loading_bar
+from dovetail.cli.progress import starting_bars
 from dovetail.cli.timeline import draw_timeline, load_pillow, row_of
 from dovetail.config.resolve import options_from, resolve
 from dovetail.config.schema import EngineConfig
@@ -28,7 +27,7 @@ from dovetail.exec.cuda.clock import CudaClock
 from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.device import CpuDevice, Device
 from dovetail.exec.pending import PendingStep
-from dovetail.exec.trace import HostClock, Recorder, Span, TracedDevice
+from dovetail.exec.trace import HostClock, Recorder, Span, note_lanes
 from dovetail.sched.plan import FROM_DEVICE, StepPlan
 from dovetail.wire.request import SamplingParams
 
@@ -63,8 +62,8 @@ class Tracer:
 
     def __init__(self, options: dict[str, Any]) -> None:
         config = resolve(options_from(options))
-        device, self.recorder = traced_device(config)
-        with loading_bar() as on_progress:
+        device, self.recorder = noted_device(config)
+        with starting_bars() as on_progress:
             self.engine = Engine(on_progress=on_progress, on_device=device, **options)
         self.plans: dict[int, StepPlan] = {}
         loop = self.engine.port.loop
@@ -107,11 +106,12 @@ class Tracer:
         return summarise(self.recorder.spans(), shown)
 
 
-def traced_device(config: EngineConfig) -> tuple[Device, Recorder[Any]]:
+def noted_device(config: EngineConfig) -> tuple[Device, Recorder[Any]]:
     """Return the configured device with its lanes noted, and the notes."""
     device: Device = CudaDevice() if config.device == "cuda" else CpuDevice()
     recorder: Recorder[Any] = Recorder(CudaClock() if config.device == "cuda" else HostClock())
-    return TracedDevice(device, recorder), recorder
+    note_lanes(device, recorder)
+    return device, recorder
 
 
 def summarise(spans: Iterable[Span], steps: Sequence[int]) -> Steps:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from dovetail.exec.device import Device, Event, Lane
@@ -130,31 +129,7 @@ class TracedLane:
         self._lane.wait(event)
 
 
-class TracedDevice:
-    """A device around another one; its lanes' work is noted."""
-
-    def __init__(self, device: Device, recorder: Recorder[Any]) -> None:
-        self._device = device
-        self.torch_device: torch.device = device.torch_device
-        self.compute: Lane = TracedLane("compute", device.compute, recorder)
-        self.copy: Lane = TracedLane("copy", device.copy, recorder)
-
-    def host_block(self, num_bytes: int) -> Tensor:
-        """See ``Device``."""
-        return self._device.host_block(num_bytes)
-
-    def device_block(self, num_bytes: int) -> Tensor:
-        """See ``Device``."""
-        return self._device.device_block(num_bytes)
-
-    def recycle(self, block: Tensor) -> None:
-        """See ``Device``."""
-        self._device.recycle(block)
-
-    def register_state(self, *tensors: Tensor) -> None:
-        """See ``Device``."""
-        self._device.register_state(*tensors)
-
-    def close(self) -> None:
-        """See ``Device``."""
-        self._device.close()
+def note_lanes(device: Device, recorder: Recorder[Any]) -> None:
+    """Let a device note the work of its lanes from now on; before it is given to an engine."""
+    device.compute = TracedLane("compute", device.compute, recorder)
+    device.copy = TracedLane("copy", device.copy, recorder)

@@ -11,7 +11,7 @@ from dovetail.cli import main
 from dovetail.cli.timeline import COLOURS, draw_timeline
 from dovetail.cli.trace import chrome_trace, summarise
 from dovetail.exec.device import ThreadedCpuDevice
-from dovetail.exec.trace import HostClock, Recorder, Span, TracedDevice
+from dovetail.exec.trace import HostClock, Recorder, Span, note_lanes
 
 WORDS = ("trace", "--steps", "5", "--batch", "3", "--input-len", "20", "--chunk-size", "16")
 
@@ -70,7 +70,8 @@ def test_a_span_is_drawn_where_and_as_long_as_it_was(tmp_path: Path) -> None:
 def test_work_is_timed_on_its_lane(tmp_path: Path) -> None:
     """A lane with a thread of its own runs work later than it is submitted."""
     recorder = Recorder(HostClock())
-    device = TracedDevice(ThreadedCpuDevice(), recorder)
+    device = ThreadedCpuDevice()
+    note_lanes(device, recorder)
 
     def wait_for_nothing() -> None:
         done.append(None)
