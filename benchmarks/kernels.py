@@ -1,6 +1,6 @@
 """Each GPU kernel at the shapes of two models, beside its floor and what torch has.
 
-    python benchmarks/kernels.py [--only WORD ...] [--output FILE.jsonl]
+    python -m benchmarks.kernels [--only WORD ...] [--output FILE.jsonl]
 
 Microseconds of one call inside a CUDA graph; weights and cached keys come from memory, not from the
 second-level cache, activations from wherever the call before left them. The floor is the larger of
@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import describe_run
-from gpu import L2_BYTES, gpu_rates, graph_us
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.common import describe_run
+from benchmarks.gpu_rates import L2_BYTES, gpu_rates, graph_us
 from dovetail.kernels.backend import Capture, Kernels, QueryTiles
 from dovetail.kernels.registry import load_kernels
 from dovetail.kernels.triton import experts
@@ -242,7 +242,7 @@ def expert_cases(kernels: Kernels, name: str, shape: Shape) -> Iterator[Case]:
             f"experts ({distinct} distinct)", name, batch, run, moved, flops, copies,
             {"grouped_mm": torchs},
         )  # fmt: skip
-        tiles = table.experts(batch, k, shape.num_experts)
+        tiles = table.experts(batch, k, shape.num_experts, 2)
         if not isinstance(tiles, GroupedTiles):
             continue
         runs = experts.sort_slots(ids[0], shape.num_experts, rows=tiles.rows)

@@ -1,5 +1,7 @@
 """The GPU as a device: lanes are streams, host blocks are pinned, faults are device errors."""
 
+import gc
+
 import pytest
 import torch
 
@@ -64,6 +66,25 @@ def test_without_pinning_the_same_calls_give_the_same_bytes(
     block.fill_(1)  # the copy was over when it returned
     device.compute.record().wait()
     assert target.eq(9).all()
+
+
+def test_memory_that_is_pinned_already_is_refused_without_harm(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal is not handed to whoever launches next."""
+    block, zeros = device.host_block(4096), torch.zeros
+    monkeypatch.setattr(
+        torch, "zeros", lambda *args, **more: zeros(*args, **more) if more.get("device") else block
+    )
+    assert device.host_block(4096) is block and device.num_unpinned == 1
+    device.device_block(64)
+
+
+def test_a_device_that_nobody_closes_lets_its_memory_go() -> None:
+    block = CudaDevice().host_block(2**20)
+    gc.collect()
+    assert torch.cuda.cudart().cudaHostRegister(block.data_ptr(), 2**20, 0) == 0
+    assert torch.cuda.cudart().cudaHostUnregister(block.data_ptr()) == 0
 
 
 def test_a_full_gpu_is_a_device_error(device: CudaDevice) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.config.schema import EngineConfig
 from dovetail.exec.device import Device
 from dovetail.exec.executor import Executor
+from dovetail.exec.pending import StepExecutor
 from dovetail.wire.request import CaptureParams
 from tests.explore.audit import PlanAudit, PoisonedPages
 from tests.explore.devices import DEVICES
@@ -126,13 +128,21 @@ def explore(
     return seen
 
 
-def play(scenario: Scenario, folder: Path, device: Device, *, audited: bool = True) -> list[Output]:
+def play(
+    scenario: Scenario,
+    folder: Path,
+    device: Device,
+    *,
+    audited: bool = True,
+    make_executor: Callable[[EngineConfig], StepExecutor] | None = None,
+) -> list[Output]:
     """Run a scenario on a model and return what each job got.
 
     KV starts as NaN and does so again whenever a page changes hands. After every turn the ledger
     and, if ``audited``, all plans in flight are checked; at the end every page must be free.
+    ``make_executor`` is that of ``device`` if it is not one that runs on the CPU.
     """
-    harness = Harness(folder, device=device, **scenario.options)
+    harness = Harness(folder, device=device, make_executor=make_executor, **scenario.options)
     assert isinstance(harness.executor, Executor)
     harness.loop.executor = PoisonedPages(harness.executor, harness.ledger)
     if audited:

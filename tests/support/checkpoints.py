@@ -64,16 +64,19 @@ def byte_tokenizer(
     return folder
 
 
-def write_checkpoint(folder: Path, config: dict, tensors: Tensors) -> Path:
-    """Write config, generation config, weights (fp32) and the byte-level tokenizer."""
+def write_checkpoint(
+    folder: Path, config: dict, tensors: Tensors, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write config, generation config, weights and the byte-level tokenizer."""
     folder = byte_tokenizer(folder, vocab_size=config["vocab_size"], eos_id=config["eos_token_id"])
-    _write_json(folder / "config.json", {**config, "torch_dtype": "float32"})
+    torch_dtype = str(dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", {**config, "torch_dtype": torch_dtype})
     _write_json(
         folder / "generation_config.json",
         {"eos_token_id": config["eos_token_id"], "bos_token_id": None, "do_sample": False},
     )
     save_file(
-        {name: tensor.float().contiguous() for name, tensor in tensors.items()},
+        {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -120,13 +123,13 @@ def decoder_config(
     }
 
 
-def random_tensors(config: dict, seed: int = 0) -> Tensors:
-    """Return random weights for a ``decoder_config``.
+def random_tensors(config: dict, seed: int = 0, device: str = "cpu") -> Tensors:
+    """Return random weights for a ``decoder_config``; each device has numbers of its own.
 
     Layers of a tied model are louder than its embeddings, lest it repeats its last token.
     """
     gain = 1.5 if config["tie_word_embeddings"] else 1.0
-    draw = _Weights(seed, gain)
+    draw = _Weights(seed, gain, device)
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
@@ -183,9 +186,14 @@ def random_qwen3_moe(
     experts_per_token: int = 2,
     expert_size: int = 32,
     dense_layers: Sequence[int] = (),
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
     **config: object,
 ) -> Path:
-    """Write a random Qwen3-MoE whose layers are all MoE but ``dense_layers``."""
+    """Write a random Qwen3-MoE whose layers are all MoE but ``dense_layers``.
+
+    A large one is drawn on a GPU and written in bfloat16.
+    """
     decided = decoder_config(
         "qwen3_moe",
         rope_theta=1e6,
@@ -197,23 +205,26 @@ def random_qwen3_moe(
         norm_topk_prob=True,
         **config,
     )
-    return write_checkpoint(folder, decided, random_tensors(decided, seed))
+    return write_checkpoint(folder, decided, random_tensors(decided, seed, device), dtype)
 
 
 class _Weights:
     """Random weights from one seeded generator."""
 
-    def __init__(self, seed: int, gain: float):
+    def __init__(self, seed: int, gain: float, device: str):
         self._gain = gain
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def matrix(self, rows: int, columns: int, gain: float | None = None) -> torch.Tensor:
         """A matrix that makes outputs of standard deviation ``gain`` from inputs of 1."""
         scale = (self._gain if gain is None else gain) / columns**0.5
-        return scale * torch.randn(rows, columns, generator=self._generator)
+        return scale * self._normal(rows, columns)
 
     def norm(self, size: int) -> torch.Tensor:
-        return 1 + 0.1 * torch.randn(size, generator=self._generator)
+        return 1 + 0.1 * self._normal(size)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator, device=self._generator.device)
 
     def mlp(self, name: str, hidden: int, size: int) -> Tensors:
         return {

@@ -7,7 +7,7 @@ Shape suffixes: T tokens, V vocabulary, L MoE layers, E experts, K experts of a 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -78,15 +78,21 @@ class Oracle:
     """
 
     def __init__(
-        self, folder: Path | str, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
+        self,
+        folder: Path | str,
+        dtype: torch.dtype = torch.float32,
+        attention: str = "sdpa",
+        experts: str | None = None,
     ):
         logging.disable_progress_bar()
+        how = {} if experts is None else {"experts_implementation": experts}
         self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention
+            folder, dtype=dtype, attn_implementation=attention, **how
         ).eval()
         config = self.model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", 0) or 0
+        self._prepared: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray | None]] = {}
         self._last = lru_cache(NUM_MEMORISED)(self._last_uncached)
         self._generate = lru_cache(NUM_MEMORISED)(self._generate_uncached)
 
@@ -155,6 +161,26 @@ class Oracle:
         ]
         finish = "stop" if output[-1] in stop_ids else "length"
         return _generation(prompt, rules, draws, router_gaps.tolist(), finish)
+
+    def prepare(
+        self, sequences: Iterable[Sequence[int]], *, device: str = "cpu", at_once: int = 64
+    ) -> None:
+        """Forward many sequences together, padded on the right, for questions about them.
+
+        ``score``, ``follow`` and ``router_ids`` of exactly these ids then cost no forward. What was
+        prepared before is forgotten.
+        """
+        self.model.to(device)
+        self._prepared.clear()
+        longest_first = sorted({tuple(ids) for ids in sequences}, key=len, reverse=True)
+        for start in range(0, len(longest_first), at_once):
+            batch = longest_first[start : start + at_once]
+            padded = [ids + (0,) * (len(batch[0]) - len(ids)) for ids in batch]
+            forwarded = self._forward_all(torch.tensor(padded, device=device), num_logits=0)
+            self._prepared |= {
+                ids: (logits[: len(ids)], None if router is None else router[: len(ids)])
+                for ids, logits, router in zip(batch, *forwarded, strict=True)
+            }
 
     def prompt_logprobs(
         self, prompt_ids: Sequence[int], *, temperature: float = 1.0, kind: str = "scaled"
@@ -238,19 +264,29 @@ class Oracle:
         gaps = (best[..., k - 1] - best[..., k]).reshape(num_tokens, -1).min(axis=-1)
         return np.minimum.accumulate(gaps)
 
-    @torch.inference_mode()
     def _forward(
         self, ids: tuple[int, ...], num_logits: int
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the last positions' logits ``[num_logits, V]`` and router logits ``[T, L, E]``."""
+        if ids in self._prepared:
+            logits_tv, router_tle = self._prepared[ids]
+            return logits_tv[-num_logits:], router_tle
+        ids_bt = torch.tensor([ids], device=self.model.device)
+        (logits_tv,), (router_tle,) = self._forward_all(ids_bt, num_logits)
+        return logits_tv, router_tle
+
+    @torch.inference_mode()
+    def _forward_all(
+        self, ids_bt: torch.Tensor, num_logits: int
+    ) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
+        """As ``_forward``, of several sequences of one length; 0 logits means all."""
         router = {"output_router_logits": True} if self.experts_per_token else {}
-        output = self.model(
-            torch.tensor([ids]), use_cache=False, logits_to_keep=num_logits, **router
-        )
-        logits_tv = output.logits[0].float().numpy()
+        output = self.model(ids_bt, use_cache=False, logits_to_keep=num_logits, **router)
+        logits_btv = list(output.logits.float().cpu().numpy())
         if not router:
-            return logits_tv, None
-        return logits_tv, torch.stack(output.router_logits, dim=1).float().numpy()
+            return logits_btv, [None] * len(ids_bt)
+        router_tle = torch.stack(output.router_logits, dim=1).float().cpu().numpy()
+        return logits_btv, list(router_tle.reshape(*ids_bt.shape, *router_tle.shape[1:]))
 
 
 def _generation(

@@ -4,13 +4,15 @@ Deterministic arithmetic hides a number that was computed again and written over
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from dovetail.attention.backend import ForwardContext
 from dovetail.config.model import MoeConfig
+from dovetail.config.schema import EngineConfig
 from dovetail.exec.device import CpuDevice, Device
-from dovetail.exec.executor import Executor
+from dovetail.exec.executor import Executor, Runner
 from dovetail.exec.runner import StepRunner
 from tests.support.scripted import VOCAB_SIZE, plain_config
 from tests.support.stepper import Stepper
@@ -36,9 +38,8 @@ class StampModel:
 
     def logits(self, hidden_NM: torch.Tensor) -> torch.Tensor:
         positions, stamps = hidden_NM[:, 0].long(), hidden_NM[:, 1]
-        logits = torch.zeros(len(hidden_NM), VOCAB_SIZE, dtype=torch.float64)
-        logits[torch.arange(len(hidden_NM)), after(positions)] = stamps * STAMP_UNIT
-        return logits.float()
+        logits = hidden_NM.new_zeros(len(hidden_NM), VOCAB_SIZE)
+        return logits.scatter(1, after(positions)[:, None], stamps[:, None] * STAMP_UNIT).float()
 
 
 def after(position):
@@ -73,6 +74,9 @@ class RoutingStampModel:
                 ],
                 dim=1,
             )
+            direct = ctx.recorder.direct(layer)
+            if direct is not None:  # a router that records by itself
+                direct.routes_CLK[direct.kv_slots_T, layer] = ids_TK.to(direct.routes_CLK.dtype)
             ctx.recorder.record(layer, ids_TK, torch.ones(ids_TK.shape))
         return hidden
 
@@ -81,7 +85,11 @@ class RoutingStampModel:
 
 
 def stepper_of(
-    device: Device | None = None, *, num_experts: int = 255, **options: object
+    device: Device | None = None,
+    *,
+    num_experts: int = 255,
+    make_runner: Callable[[EngineConfig, RoutingStampModel, Device], Runner] = StepRunner,
+    **options: object,
 ) -> Stepper:
     moe = MoeConfig(
         num_experts=num_experts,
@@ -99,6 +107,6 @@ def stepper_of(
         moe=moe,
     )
     device = device or CpuDevice()
-    runner = StepRunner(config, RoutingStampModel(config.model), device)
+    runner = make_runner(config, RoutingStampModel(config.model), device)
     executor = Executor(config, runner, device)
     return Stepper(config, executor, token_bytes=lambda _: b"")

@@ -1,4 +1,5 @@
-"""The command line: ``dovetail generate | serve | bench | config explain | doctor | mismatch``."""
+"""The command line: ``dovetail generate | serve | bench | config explain | doctor | trace |
+mismatch``."""
 
 import sys
 

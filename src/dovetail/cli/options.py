@@ -10,9 +10,8 @@ from dovetail.config.schema import DeviceChoice, EngineOptions, LoadFormat, Poli
 from dovetail.wire.request import LogprobKind, SamplingParams
 
 PLOT_INSTALL = "pip install 'dovetail[plot]'"
-_UNSET = (
-    argparse.SUPPRESS
-)  # a flag that is not given leaves no trace, so defaults live in one place
+# A flag that is not given leaves no trace, so defaults live in one place.
+_UNSET = argparse.SUPPRESS
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

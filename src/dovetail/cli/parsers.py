@@ -101,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_config(commands)
     _add_doctor(commands)
     _add_mismatch(commands)
+    _add_trace(commands)
     return parser
 
 
@@ -269,3 +270,26 @@ def _length_range(text: str) -> tuple[int, int]:
     if lengths[0] > lengths[1]:
         raise argparse.ArgumentTypeError(f"{text!r} begins above its end")
     return lengths
+
+
+def _add_trace(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "trace",
+        help="show what host and device do in each step",
+        description="Run decode steps and write what host and device did when: a trace for "
+        "https://ui.perfetto.dev or chrome://tracing, and a picture.",
+    )
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="shown (20)")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="rows (8)")
+    parser.add_argument(
+        "--input-len", type=positive, default=64, metavar="TOKENS", help="of each prompt (64)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="(trace.json)"
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw a picture, too; needs Pillow"
+    )
+    add_engine_flags(parser)
+    parser.set_defaults(home="dovetail.cli.trace")

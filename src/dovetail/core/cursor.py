@@ -59,6 +59,22 @@ class Backlog:
         )
 
 
+def joined(events: Iterable[TokenEvent]) -> list[TokenEvent]:
+    """Return one event a generation, in the order of their first ones.
+
+    What a token costs to pass on is mostly the event around it.
+    """
+    backlogs: dict[tuple[int, int], Backlog] = {}
+    for event in events:
+        key = event.request_id, event.sample_index
+        backlog = backlogs.get(key)
+        if backlog is None:
+            backlogs[key] = Backlog(event)
+        else:
+            backlog.add(event)
+    return [backlog.join() for backlog in backlogs.values()]
+
+
 def _joined(parts: list[Scores]) -> Scores | None:
     if not parts:
         return None

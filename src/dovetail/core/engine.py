@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dovetail.config.resolve import options_from, resolve
 from dovetail.core.client import EngineClient
+from dovetail.core.cursor import joined
 from dovetail.core.generation import Generation, StreamEvent, collect
 from dovetail.core.local import LocalEngine
 from dovetail.core.mailbox import News
@@ -136,7 +137,7 @@ class Engine:
             for request in requests:
                 self.port.start(request, deliver)
             while len(done) < len(requests):
-                for event in _checked(news.get()):
+                for event in joined(_checked(news.get())):
                     index = indices[event.request_id]
                     parts[index].append(decoders[index].decode(event))
                     if decoders[index].is_done:

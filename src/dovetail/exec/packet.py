@@ -1,7 +1,8 @@
 """The one packet that carries a plan to the device.
 
 Owns its layout: a static schema of named int32-wide fields, each at a 16-byte
-aligned offset, and a header that holds scalars and each field's offset and length.
+aligned offset, and a header that holds scalars and each field's offset and length: 0 and 0 of a
+field that has nothing.
 Only the used prefix is sent. Written in place with numpy; no tensors here.
 """
 
@@ -23,7 +24,6 @@ _ROW_FIELDS = ("slot", "generation", "start", "width", "bound", "samples")
 _PAGE_FIELDS = ("group", "slot", "index", "page", "is_fresh")
 _SLOT_FIELDS = tuple(field.name for field in dataclasses.fields(SlotWrites) if field.name != "seed")
 _TOKEN_FIELDS = tuple(field.name for field in dataclasses.fields(TokenWrites))
-_NO_WORDS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,9 @@ class PacketWriter:
     def __init__(self, schema: PacketSchema) -> None:
         self._schema = schema
         self._last_rows: Rows | None = None
+        names = [field.name for field in schema.fields]
+        self._places = {name: index for index, name in enumerate(names)}
+        self._empty = np.zeros(len(SCALARS) + 2 * len(names), dtype=np.int32)
 
     def write(self, plan: StepPlan, words: Words) -> int:
         """Write ``plan`` into ``words`` and return the number of words used.
@@ -99,20 +102,19 @@ class PacketWriter:
             }
         if len(plan.targets):
             values["targets"] = plan.targets
-        header = [len(plan.rows), plan.num_tokens, int(rows_unchanged)]
+        words[: len(self._empty)] = self._empty
+        words[: len(SCALARS)] = len(plan.rows), plan.num_tokens, rows_unchanged
         end = self._schema.header_words
-        for field in self._schema.fields:
-            array = values.get(field.name, _NO_WORDS)
-            length = len(array)
-            if length > field.max_words:
-                raise InvariantError(
-                    f"a plan has {length} words of {field.name}; at most {field.max_words} fit"
-                )
-            header += (end, length)
-            if length:
-                words[end : end + length] = array
-                end += _aligned(length)
-        words[: len(header)] = header
+        for name, array in values.items():
+            length, place = len(array), self._places[name]
+            if length == 0:
+                continue
+            if length > (most := self._schema.fields[place].max_words):
+                raise InvariantError(f"a plan has {length} words of {name}; at most {most} fit")
+            head = len(SCALARS) + 2 * place
+            words[head : head + 2] = end, length
+            words[end : end + length] = array
+            end += _aligned(length)
         return end
 
 
@@ -145,8 +147,9 @@ def read_packet(schema: PacketSchema, words: Words) -> PacketView:
 
 def _same_rows(rows: Rows, last: Rows | None) -> bool:
     """True for decode rows that repeat the last step's; prefill rows move, so they never do."""
+    # Bytes: of a few hundred integers, numpy's own comparison is mostly overhead.
     return last is not None and all(
-        np.array_equal(getattr(rows, name), getattr(last, name)) for name in _ROW_FIELDS
+        getattr(rows, name).tobytes() == getattr(last, name).tobytes() for name in _ROW_FIELDS
     )
 
 

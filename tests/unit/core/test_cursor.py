@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.core.cursor import Newsstand
+from dovetail.core.cursor import Newsstand, joined
 from dovetail.errors import EngineClosed
 from dovetail.wire.capture import CapturedRows
 from dovetail.wire.result import FinishReason, Scores, TokenEvent, Usage
@@ -230,3 +230,17 @@ def test_the_requests_of_a_closed_event_loop_are_deserted_once():
     stand.deliver([an_event(2, 0, 1)])
     assert deserted == [1, 2]
     stand.drop(1)  # a reader that ends late
+
+
+def test_events_that_waited_become_one_a_generation() -> None:
+    first, second = stream_of(1, 0, [2, 0, 3]), stream_of(1, 1, [1, 4])
+    other = stream_of(2, 0, [5])
+    mixed = [first[0], other[0], first[1], second[0], second[1], first[2]]
+    whole = joined(mixed)
+    assert [(event.request_id, event.sample_index) for event in whole] == [(1, 0), (2, 0), (1, 1)]
+    for event, parts in zip(whole, (first, other, second), strict=True):
+        assert event.token_ids == tuple(t for part in parts for t in part.token_ids)
+        assert event.logprobs == tuple(x for part in parts for x in part.logprobs)
+        assert event.prompt_scores == PROMPT_SCORES and event.finish == parts[-1].finish
+        assert event.scores is not None and len(event.scores.top_ids) == len(event.token_ids)
+    assert joined([other[0]]) == other and joined([]) == []

@@ -31,6 +31,12 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
         raise ConfigError(
             "device", "'cuda' needs an NVIDIA GPU and a CUDA build of PyTorch; none answers here"
         )
+    if config.graphs and torch.cuda.memory.get_allocator_backend() == "cudaMallocAsync":
+        raise ConfigError(
+            "graphs",
+            "PyTorch's allocator cudaMallocAsync cannot give back what a recorded graph returns; "
+            "run with --no-graphs, or take backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF",
+        )
     gpu = device or CudaDevice()
     if not isinstance(gpu, CudaDevice):
         raise InvariantError("'cuda' was given a device that is no GPU")

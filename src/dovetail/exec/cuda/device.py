@@ -4,7 +4,9 @@ Owns the streams and the pinned blocks. Work runs at submission, with the lane's
 what it launches is queued there. Must not know what the work does.
 """
 
+import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +100,8 @@ class CudaDevice:
         self.copy: Lane = lanes[1]
         self.memory: TaggedMemory = tagged_memory(self.torch_device)
         self._pinned: list[Tensor] = []
+        # Also if nobody closes it: memory that is freed pinned cannot be pinned by the next owner.
+        self._unpin = weakref.finalize(self, _unpin, self._pinned)
         self.num_unpinned = 0
 
     def host_block(self, num_bytes: int) -> Tensor:
@@ -111,7 +115,13 @@ class CudaDevice:
             self._pinned.append(block)
         else:
             self.num_unpinned += 1
+            self._take_error()
         return block
+
+    def _take_error(self) -> None:
+        """CUDA hands a refusal to the next launch as well; let that be one of no importance."""
+        with contextlib.suppress(torch.AcceleratorError):
+            torch.zeros(1, device=self.torch_device)
 
     def release_host_block(self, block: Tensor) -> None:
         """Unpin a host block that nothing on the device uses any more."""
@@ -136,7 +146,11 @@ class CudaDevice:
         """Let both lanes end, then give the host's memory back."""
         for lane in self._lanes:
             lane.record().wait()
-        runtime: Any = torch.cuda.cudart()
-        for block in self._pinned:
-            runtime.cudaHostUnregister(block.data_ptr())
-        self._pinned.clear()
+        self._unpin()
+
+
+def _unpin(blocks: list[Tensor]) -> None:
+    runtime: Any = torch.cuda.cudart()
+    for block in blocks:
+        runtime.cudaHostUnregister(block.data_ptr())
+    blocks.clear()

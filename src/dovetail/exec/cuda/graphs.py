@@ -5,10 +5,12 @@ alone: whatever differs from step to step lies in the inputs, which are filled b
 
 Decode steps have a graph for each tier of rows. Steps with prompt chunks have one for each tier of
 tokens, whatever the mix of rows; above the last tier the GPU is slower than the launching thread,
-and nothing is gained.
+and nothing is gained: such steps are padded a little and run by themselves.
 """
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -22,16 +24,23 @@ _FINE, _FINE_TO, _COARSE = 8, 64, 32
 _TOKENS, _MAX_TOKENS = 256, 2048
 """How far apart tiers of tokens are, and the last."""
 
+_ROUND = 64
+"""To what steps above the last tier are padded. Each new shape costs a choice of a matrix product,
+and some a compilation, so there had better be few."""
+
 
 class StepGraphs(Protocol):
     """Whoever can run a padded step as a whole."""
 
-    def padded(self, shape: StepShape) -> StepShape | None:
-        """Return the shape to which a step is padded; None if it must be run by itself."""
+    def padded(self, shape: StepShape) -> StepShape:
+        """Return the shape to which a step is padded."""
         ...
 
-    def replay(self, padded: StepShape) -> Forwarded:
-        """Run what was recorded; what it returns holds until the next replay."""
+    def replay(self, padded: StepShape) -> Forwarded | None:
+        """Run what was recorded; what it returns holds until the next replay.
+
+        None if nothing was: the step must be run by itself.
+        """
         ...
 
 
@@ -58,6 +67,7 @@ class Tiers:
 
     def __init__(self, *, max_rows: int, max_tokens: int, tile_tokens: int) -> None:
         self._max_rows = max_rows
+        self._max_tokens = max_tokens
         self._tile_tokens = tile_tokens
         self._decode = decode_tiers(max_rows)
         self._tokens = token_tiers(max_rows, max_tokens)
@@ -70,13 +80,13 @@ class Tiers:
             *(_decode_shape(tier) for tier in reversed(self._decode)),
         )
 
-    def padded(self, shape: StepShape) -> StepShape | None:
-        """Return the least recorded shape that holds a step; None if none does."""
+    def padded(self, shape: StepShape) -> StepShape:
+        """Return the least recorded shape that holds a step; a rounded one if none does."""
         if not shape.num_tiles:
             return _decode_shape(next(tier for tier in self._decode if tier >= shape.num_rows))
         fitting = (tier for tier in self._tokens if tier >= shape.num_tokens)
-        tier = next(fitting, None)
-        return None if tier is None else self._mixed(tier)
+        rounded = -(-shape.num_tokens // _ROUND) * _ROUND
+        return self._mixed(next(fitting, min(rounded, self._max_tokens)))
 
     def _mixed(self, num_tokens: int) -> StepShape:
         num_tiles = self._max_rows + -(-num_tokens // self._tile_tokens)
@@ -99,26 +109,42 @@ class CudaGraphs:
         """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
-        for shape in self._tiers.shapes:
-            forward(shape)  # compiles, and allocates what is allocated once
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                forwarded = forward(shape)
-            self._graphs[shape] = graph, forwarded
-            on_progress(len(self._graphs), len(self._tiers.shapes))
+        with _no_collection():
+            for shape in self._tiers.shapes:
+                forward(shape)  # compiles, and allocates what is allocated once
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(
+                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ):
+                    forwarded = forward(shape)
+                self._graphs[shape] = graph, forwarded
+                on_progress(len(self._graphs), len(self._tiers.shapes))
 
-    def padded(self, shape: StepShape) -> StepShape | None:
+    def padded(self, shape: StepShape) -> StepShape:
         """See ``StepGraphs``."""
-        return self._tiers.padded(shape) if self._graphs else None
+        return self._tiers.padded(shape)
 
-    def replay(self, padded: StepShape) -> Forwarded:
+    def replay(self, padded: StepShape) -> Forwarded | None:
         """See ``StepGraphs``."""
+        if padded not in self._graphs:
+            return None
         graph, forwarded = self._graphs[padded]
         graph.replay()
         return forwarded
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: to free another engine's graphs ends a recording."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _decode_shape(num_rows: int) -> StepShape:

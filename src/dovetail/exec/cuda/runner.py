@@ -116,12 +116,14 @@ class CudaRunner:
             return  # read-outs alone
         self._tenants.check(plan.rows.slot, plan.rows.generation)
         shape = step_shape(plan, tile_tokens=self._tile_tokens)
-        padded = None if self._graphs is None else self._graphs.padded(shape)
-        self._unpacker.fill(plan, packet, padded or shape)
-        if self._graphs is None or padded is None:
+        forwarded = None
+        if self._graphs is not None:
+            shape = self._graphs.padded(shape)
+        self._unpacker.fill(plan, packet, shape)
+        if self._graphs is not None:
+            forwarded = self._graphs.replay(shape)
+        if forwarded is None:
             forwarded = self.forward(shape)
-        else:
-            forwarded = self._graphs.replay(padded)
         draws, shaping = None, self._tenants.shaping(plan)
         if shaping is not None:
             draws = self._shaped.draw(forwarded.logits_RV[: len(plan.rows)], shaping)

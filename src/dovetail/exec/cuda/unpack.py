@@ -7,7 +7,7 @@ is launched with, the host knows from the plan.
 Shape legend: as in ``exec.cuda.step``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton.language as tl
@@ -242,7 +242,7 @@ def _target_kernel(
     tl.store(targets_ptr + target, value.to(tl.int64), mask=is_real)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Unpacker:
     """Fills ``inputs`` from packets and keeps ``slots`` and ``kv`` in step with them."""
 
@@ -252,8 +252,11 @@ class Unpacker:
     kv: KVStore
     page_size: int
     tile_tokens: int
+    heads: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        names = [item.name for item in self.schema.fields]
+        self.heads = {name: len(SCALARS) + 2 * index for index, name in enumerate(names)}
         for name, sidecar in self.kv.sidecars.items():
             if not sidecar.spec.is_poison_all_ones:
                 raise InvariantError(f"the poison of column {name} is not all ones in bits")
@@ -323,5 +326,4 @@ class Unpacker:
 
     def _head(self, name: str) -> int:
         """Return where the header says where a field begins."""
-        names = [field.name for field in self.schema.fields]
-        return len(SCALARS) + 2 * names.index(name)
+        return self.heads[name]

@@ -22,7 +22,7 @@ from dovetail.kernels.triton.tiles import AttentionTiles, SplitTiles, power_of_t
 _LOG2_E = math.log2(math.e)
 
 
-@jit
+@jit(do_not_specialize=["TILES", "ITEMS"])
 def _split_kernel(
     tiles_ptr, items_ptr, TILES, ITEMS, WINDOW: tl.constexpr, KEY_BLOCK: tl.constexpr,
     MIN_BLOCKS: tl.constexpr, EXTRA: tl.constexpr, BLOCK: tl.constexpr,

@@ -99,7 +99,12 @@ class TritonKernels:
         out_THD: Tensor | None = None,
     ) -> Tensor:
         """See ``Kernels.paged_attention``."""
-        group = q_THD.shape[1] // k_cache_CKD.shape[1]
+        num_kv_heads = k_cache_CKD.shape[1]
+        tiles = self._table.attention(
+            work.max_tokens * q_THD.shape[1] // num_kv_heads,
+            q_THD.shape[2] * q_THD.itemsize,
+            len(work.items_W8) * num_kv_heads,
+        )
         return attention.paged_attention(
             q_THD,
             k_cache_CKD,
@@ -109,7 +114,7 @@ class TritonKernels:
             work=work,
             sinks_H=sinks_H,
             out_THD=out_THD,
-            tiles=self._table.attention(work.max_tokens * group, q_THD.shape[2]),
+            tiles=tiles,
         )
 
     def route(
@@ -130,7 +135,7 @@ class TritonKernels:
     ) -> Tensor:
         """See ``Kernels.fused_moe``."""
         weights = (weights_TK, w_gate_up_E2IM, w_down_EMI)
-        tiles = self._table.experts(len(ids_TK), ids_TK.shape[1], len(w_down_EMI))
+        tiles = self._table.experts(len(ids_TK), ids_TK.shape[1], len(w_down_EMI), x_TM.itemsize)
         if isinstance(tiles, SlotwiseTiles):
             return experts.slotwise_moe(x_TM, ids_TK, *weights, tiles=tiles)
         return experts.grouped_moe(x_TM, ids_TK, *weights, tiles=tiles)

@@ -125,7 +125,7 @@ class SlotRuns(NamedTuple):
     counts_E: Tensor
 
 
-@jit
+@jit(do_not_specialize=["SLOTS"])
 def _count_kernel(ids_ptr, counts_ptr, rank_ptr, SLOTS, BLOCK: tl.constexpr):
     """Count the slots of each expert; a slot's rank is how many were there before it."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -135,7 +135,7 @@ def _count_kernel(ids_ptr, counts_ptr, rank_ptr, SLOTS, BLOCK: tl.constexpr):
     tl.store(rank_ptr + slot, rank, mask=is_real)
 
 
-@jit
+@jit(do_not_specialize=["SLOTS", "RUNS"])
 def _place_kernel(
     ids_ptr, counts_ptr, rank_ptr, order_ptr, runs_ptr, SLOTS, EXPERTS, RUNS,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,

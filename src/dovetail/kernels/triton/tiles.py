@@ -103,7 +103,7 @@ def power_of_two(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TileTable:
-    """The tiles of one device, by shape.
+    """The tiles of one device, by shape; the numbers are what ``benchmarks/tiles.py`` finds best.
 
     Attributes:
         num_processors: the streaming multiprocessors of the device.
@@ -124,43 +124,60 @@ class TileTable:
         """Decode rows share out their keys; chunks of prompts have queries enough."""
         if max_tokens > 8:
             return SplitTiles(num_extra=0, min_keys=KEY_BLOCK)
-        return SplitTiles(
-            num_extra=ceil_div(2 * self.num_processors, num_kv_heads),
-            min_keys=KEY_BLOCK if num_tiles * num_kv_heads < self.num_processors else 4 * KEY_BLOCK,
-        )
+        whole = num_tiles * num_kv_heads  # programs if nothing were divided
+        if whole >= 2 * self.num_processors:
+            num_extra = ceil_div(2 * self.num_processors, num_kv_heads)
+            return SplitTiles(num_extra=num_extra, min_keys=4 * KEY_BLOCK)
+        turns = 4 if num_tiles > 8 else 2
+        num_extra = ceil_div(turns * self.num_processors, num_kv_heads)
+        return SplitTiles(num_extra=num_extra, min_keys=KEY_BLOCK)
 
-    def attention(self, num_queries: int, head_dim: int) -> AttentionTiles:
-        """``num_queries``: tokens of a tile times query heads of a KV head."""
+    def attention(self, num_queries: int, key_bytes: int, num_programs: int) -> AttentionTiles:
+        """By what a program attends with, and to; keys of a turn wait in shared memory.
+
+        Args:
+            num_queries: tokens of a tile times query heads of a KV head.
+            key_bytes: of one key.
+            num_programs: work items times KV heads. Many hide each other's waits, few do not.
+        """
+        keys, num_stages = (64, 3) if key_bytes <= 512 else (32, 2)
         if num_queries <= 16:
-            return AttentionTiles(keys=64, num_warps=4, num_stages=3 if head_dim <= 128 else 2)
+            if num_programs > 4 * self.num_processors:
+                return AttentionTiles(keys=32, num_warps=2, num_stages=num_stages)
+            return AttentionTiles(keys=keys, num_warps=4, num_stages=num_stages)
         if num_queries <= 64:
-            return AttentionTiles(keys=64, num_warps=4, num_stages=2)
-        return AttentionTiles(keys=64, num_warps=8, num_stages=3 if head_dim <= 128 else 2)
+            return AttentionTiles(keys=keys, num_warps=4, num_stages=2)
+        keys = 128 if key_bytes <= 256 else keys
+        return AttentionTiles(keys=keys, num_warps=8, num_stages=num_stages)
 
     def prefill_tokens(self, group: int) -> int:
         """``QueryTiles.max_tokens`` for prompt chunks; ``group``: query heads of a KV head."""
         return max(1, 128 // power_of_two(group))
 
     def experts(
-        self, num_tokens: int, top_k: int, num_experts: int
+        self, num_tokens: int, top_k: int, num_experts: int, itemsize: int
     ) -> SlotwiseTiles | GroupedTiles:
-        """By the tokens that an expert has on average, padding included."""
+        """By the tokens that an expert has on average, padding included, and bytes of a number."""
         if num_tokens <= 4:
             return SlotwiseTiles(
                 up_columns=4, up_depth=1024, down_columns=4, down_depth=256, num_warps=4
             )
+
+        def tiles(
+            rows: int, columns: int, depth_bytes: int, warps: int, stages: int
+        ) -> GroupedTiles:
+            depth = depth_bytes // itemsize
+            up, down = (GemmTiles(n, depth, warps, stages) for n in (columns, 2 * columns))
+            return GroupedTiles(rows=rows, up=up, down=down)
+
         mean = num_tokens * top_k / num_experts
         if mean <= 8:
-            up, down = GemmTiles(32, 128, 4, 4), GemmTiles(64, 128, 4, 4)
-            return GroupedTiles(rows=16, up=up, down=down)
+            return tiles(16, 64, 256, 4, 4)
         if mean <= 24:
-            up, down = GemmTiles(32, 128, 4, 4), GemmTiles(64, 128, 4, 4)
-            return GroupedTiles(rows=32, up=up, down=down)
+            return tiles(32, 64, 256, 4, 3)
         if mean <= 64:
-            up, down = GemmTiles(64, 64, 4, 4), GemmTiles(128, 64, 4, 4)
-            return GroupedTiles(rows=64, up=up, down=down)
-        up, down = GemmTiles(128, 64, 8, 3), GemmTiles(256, 64, 8, 3)
-        return GroupedTiles(rows=128, up=up, down=down)
+            return tiles(64, 64, 128, 4, 4)
+        return tiles(128, 128, 128, 8, 4)
 
     def sample(self, num_rows: int, vocab_size: int) -> SampleTiles:
         """So many programs a row that each processor has some."""

@@ -1,0 +1,203 @@
+"""What a step costs beside its kernels, on one GPU: copies, waits, allocations, host time.
+
+    python -m benchmarks.gpu_steps [FOLDER] [--rows N] [--out FILE.jsonl]
+
+1. Copies between host and device, waiting calls and allocations a step, of 200 steady decode steps
+   and of 40 steps that each take a new prompt, as CUPTI saw them.
+2. Host microseconds of building and sending the packet, and of a whole step without its one wait.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common import describe_run
+from benchmarks.stepped import SteppedEngine
+from dovetail.exec import executor as executor_module
+from dovetail.exec.cuda import runner as runner_module
+from dovetail.exec.cuda.device import CudaEvent
+from dovetail.exec.cuda.unpack import Unpacker
+
+STEADY, PROMPTS = 200, 40
+WAITING = re.compile(r"cu\w*(Synchronize|MemcpyHtoD|MemcpyDtoH)(_v\d+)?|cudaMemcpy|cudaMemset")
+ALLOCATING = re.compile(r"cu(da)?(Malloc|Free|HostAlloc|FreeHost|MemAlloc|MemFree|HostRegister)\w*")
+
+
+def count_calls(run: Callable[[], object]) -> Counter[str]:
+    """Run, and return what the driver did meanwhile.
+
+    The names are ``HtoD``, ``DtoH``, ``pageable`` (of these), ``waiting calls``,
+    ``allocating calls`` (of the runtime), ``allocations`` (of PyTorch's allocator),
+    ``graph launches`` and ``kernel launches``.
+    """
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as profiler:
+        run()
+        found: Counter[str] = Counter()
+        found["allocations"] = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    for event in profiler.profiler.kineto_results.events():
+        found.update(_kinds(event.name()))
+    return found
+
+
+def _kinds(name: str) -> list[str]:
+    """Return what an event of the profiler counts as; the profile's own end waits, too."""
+    if name.startswith("Memcpy"):
+        kinds = [way for way in ("HtoD", "DtoH") if way in name]
+        return kinds + (["pageable"] if kinds and "Pageable" in name else [])
+    if WAITING.fullmatch(name):
+        return ["waiting calls", name]
+    if ALLOCATING.fullmatch(name):
+        return ["allocating calls", name]
+    if "GraphLaunch" in name:
+        return ["graph launches"]
+    return ["kernel launches"] if "LaunchKernel" in name else []
+
+
+def steady_counts(engine: SteppedEngine, num_steps: int = STEADY) -> Counter[str]:
+    """Return the counts of steady decode steps; the engine has nothing else to do."""
+
+    def run() -> None:
+        for _ in range(num_steps):
+            engine.loop.step()
+
+    return count_calls(run)
+
+
+def prompt_counts(engine: SteppedEngine, num_steps: int = PROMPTS) -> Counter[str]:
+    """Return the counts of steps that each take a prompt, beside the rows that decode."""
+
+    def run() -> None:
+        for i in range(num_steps):
+            engine.add([(11 * i + j) % 1000 + 3 for j in range(100)], max_new_tokens=1)
+            engine.loop.step()
+
+    return count_calls(run)
+
+
+class Stopwatch:
+    """Notes the seconds of some calls until it is left."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self._patches = ExitStack()
+
+    def __enter__(self) -> "Stopwatch":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
+
+    def watch(self, owner: Any, method: str, name: str) -> None:
+        """Time a method from now on."""
+        original = getattr(owner, method)
+        times = self.seconds.setdefault(name, [])
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                times.append(time.perf_counter() - started)
+
+        self._patches.enter_context(mock.patch.object(owner, method, timed))
+
+    def us(self, name: str) -> float:
+        """Return the median in microseconds."""
+        return round(1e6 * statistics.median(self.seconds[name]), 1)
+
+
+def host_times(engine: SteppedEngine, num_steps: int = STEADY) -> dict[str, float]:
+    """Return microseconds of the parts of a steady step, medians; ``host`` has no wait."""
+    executor: Any = engine.executor
+    runner, host = executor._runner, []
+    with Stopwatch() as watch:
+        for owner, method, name in (
+            (engine.scheduler, "plan", "plan"),
+            (engine.scheduler, "commit", "commit"),
+            (CudaEvent, "wait", "wait"),
+            (executor, "submit", "submit"),
+            (executor, "_stage", "packet"),
+            (executor._writer, "write", "packet: write"),
+            (executor_module, "_upload", "packet: copy"),
+            (executor_module, "_download", "download: copy"),
+            (runner, "run", "run"),
+            (runner._tenants, "shaping", "run: look at rows"),
+            (Unpacker, "fill", "run: unpack"),
+            (runner._graphs, "replay", "run: replay"),
+            (runner_module, "pack", "run: pack"),
+        ):
+            watch.watch(owner, method, name)
+        for _ in range(num_steps):
+            num_waits, started = len(watch.seconds["wait"]), time.perf_counter()
+            engine.loop.step()
+            taken = time.perf_counter() - started
+            host.append(taken - sum(watch.seconds["wait"][num_waits:]))
+    parts = {name: watch.us(name) for name in watch.seconds}
+    return parts | {"host": round(1e6 * statistics.median(host), 1)}
+
+
+def lines(engine: SteppedEngine, rows: int) -> list[dict[str, Any]]:
+    """Measure, and return the lines."""
+    engine.fill(rows, 128, max_new_tokens=128 + 3 * STEADY + 2 * PROMPTS)
+    parts = host_times(engine)  # first: who has profiled once launches more slowly
+    found: list[dict[str, Any]] = []
+    for name, counts, num_steps in (
+        ("steady decode", steady_counts(engine), STEADY),
+        ("a new prompt each", prompt_counts(engine), PROMPTS),
+    ):
+        a_step = {kind: round(number / num_steps, 3) for kind, number in sorted(counts.items())}
+        copies = a_step.get("HtoD", 0) + a_step.get("DtoH", 0)
+        found.append(
+            {"work": f"copies a step: {name}", "value": copies, "unit": "copies"}
+            | {"a_step": a_step}
+        )
+    for name, value in (("packet built and sent", "packet"), ("host time", "host")):
+        found.append({"work": f"step: {name}", "value": parts[value], "unit": "us", "us": parts})
+    engine.executor.close()
+    return found
+
+
+def main() -> None:
+    """Measure and print JSON lines."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, help="(the embedded model's shape)")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--capture", nargs="*", default=[])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model = {} if args.folder is None else {"model": str(args.folder)}
+    engine = SteppedEngine(
+        **model, device="cuda", max_running=args.rows + 8, prefix_cache=False, context_len=1024,
+        kv_memory="40GiB", chunk_size=2048 - args.rows - 8, capture=tuple(args.capture),
+    )  # fmt: skip
+    shape = "tiny-moe" if args.folder is None else args.folder.name
+    about = describe_run(["-m", "benchmarks.gpu_steps", *map(str, sys.argv[1:])], "triton")
+    about |= {"device": torch.cuda.get_device_name(), "shape": shape, "batch": args.rows}
+    for line in lines(engine, args.rows):
+        text = json.dumps({"floor": None, "capture": args.capture, **about, **line})
+        print(text, flush=True)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

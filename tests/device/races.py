@@ -1,0 +1,237 @@
+"""The explorer's scenarios on a GPU whose lanes sleep: the engine as it is, and mutants of it.
+
+    python -m tests.device.races healthy --depth 2
+    python -m tests.device.races MUTANT
+
+Prints one JSON line. A process plays one mutant, for some of them end in an illegal access, after
+which a process has no GPU any more; and one allocator, which PyTorch chooses when it starts.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytest import MonkeyPatch
+
+from dovetail.exec.cuda.runner import CudaRunner
+from dovetail.exec.device import Device
+from dovetail.kernels.registry import load_kernels
+from tests.device import mutants as gpu_mutants
+from tests.device.sleepy import SleepyLane, sleepy_gpu
+from tests.explore import mutants
+from tests.explore.mutants import Mutation
+from tests.explore.scenario import Model, check, play, random_scenario
+from tests.explore.test_snapshot import SnapshotEveryStep
+from tests.support.gpu_engine import gpu_executor
+from tests.support.handmade import fx_count, fx_moe, fx_tag
+from tests.support.oracle import Oracle
+from tests.support.stamps import stepper_of
+
+MAKERS = {"count": fx_count, "tag": fx_tag, "moe": fx_moe}
+SHAPE = {"page_size": 4, "chunk_size": 16, "max_running": 5}
+"""The same for all seeds: each shape of the page table is a compilation of its own."""
+
+TOKENS = r"output: .*: (token \d+ .*instead of|\d+ tokens instead of)"
+READOUT = r"output: \nArrays are not equal"
+JUNK_RESULT = r"ValueError: .* is not a valid RowStatus|InvariantError: rows of slots"
+VIEW = "InvariantError: a step result holds a view of foreign memory"
+STALE = r"InvariantError: (a plan names stale slots|slot .* is stale)"
+FREED = r"InvariantError: audit: step .* free"
+SHARED = r"InvariantError: audit: step .* writes shared"
+ENDED = r"output: .*(not finite|has no row for position)"
+LOST_COUNT = (
+    r"AssertionError: $|KeyError: <dovetail\.sched\.sequence\.Sequence"
+    r"|InvariantError: \d+ tokens (computed|do not fill)"
+)
+FOREIGN_ROWS = r"output: .*rows from position|ValueError: operands|RuntimeError: generator"
+FOREIGN_STAMP = r"AssertionError: rows of step|AssertionError: \nArrays are not equal"
+BAD_TOKEN = r"IndexError: |OverflowError: "
+FAULT = r"DeviceError: "
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mutation on a GPU and how it may be caught.
+
+    Attributes:
+        mutate: patches the engine; None leaves it as it is.
+        caught_by: pattern that some catch matches; "" for one that must not be caught.
+        or_by: pattern that the others match.
+        model: whose scenarios show it; "stamp" is FX-STAMP with a snapshot of every step.
+        audited: see ``tests.explore.test_mutants``.
+    """
+
+    mutate: Mutation | None
+    caught_by: str
+    or_by: str = "$"
+    model: str = "count"
+    audited: bool = True
+
+
+MUTANTS = {
+    "one_staging_block": Mutant(mutants.one_staging_block, ""),
+    "staging_has_no_fence": Mutant(
+        gpu_mutants.staging_has_no_fence, f"{TOKENS}|{READOUT}|{JUNK_RESULT}", f"{FAULT}|{ENDED}"
+    ),
+    "staged_late": Mutant(mutants.staged_late, "ValueError: .*read-only"),
+    "staged_late_unfrozen": Mutant(mutants.staged_late_unfrozen, TOKENS, READOUT),
+    "one_result_block": Mutant(mutants.one_result_block, "InvariantError: a ring .* still in use"),
+    "one_result_block_unchecked": Mutant(
+        gpu_mutants.one_result_block_unchecked, f"{TOKENS}|{JUNK_RESULT}", BAD_TOKEN
+    ),
+    "result_block_released_at_submit": Mutant(
+        gpu_mutants.result_block_released_at_submit, f"{TOKENS}|{JUNK_RESULT}", BAD_TOKEN
+    ),
+    "copy_does_not_wait": Mutant(
+        gpu_mutants.copy_does_not_wait, f"{TOKENS}|{JUNK_RESULT}", f"{BAD_TOKEN}|{READOUT}"
+    ),
+    "result_is_read_at_once": Mutant(
+        gpu_mutants.result_is_read_at_once, f"{TOKENS}|{JUNK_RESULT}", f"{BAD_TOKEN}|{READOUT}"
+    ),
+    "retired_too_early": Mutant(
+        gpu_mutants.retired_too_early, f"{TOKENS}|{JUNK_RESULT}", f"{BAD_TOKEN}|{READOUT}"
+    ),
+    "copy_lane_reads_state": Mutant(gpu_mutants.copy_lane_reads_state, TOKENS, READOUT),
+    "snapshot_skipped": Mutant(gpu_mutants.snapshot_skipped, FOREIGN_STAMP, model="stamp"),
+    "result_is_a_view": Mutant(mutants.result_is_a_view, VIEW),
+    "result_is_an_unseen_view": Mutant(
+        mutants.result_is_an_unseen_view, f"{TOKENS}|{JUNK_RESULT}", BAD_TOKEN
+    ),
+    "readout_is_a_view": Mutant(mutants.readout_is_a_view, VIEW),
+    "readout_is_an_unseen_view": Mutant(mutants.readout_is_an_unseen_view, READOUT),
+    "tenant_not_sent": Mutant(mutants.tenant_not_sent, STALE, audited=False),
+    "released_in_flight": Mutant(mutants.released_in_flight, FREED, STALE),
+    "released_in_flight, not audited": Mutant(mutants.released_in_flight, STALE, audited=False),
+    "stale_handle_accepted": Mutant(
+        gpu_mutants.stale_handle_accepted,
+        f"{TOKENS}|{READOUT}",
+        f"{LOST_COUNT}|{FOREIGN_ROWS}",
+        audited=False,
+    ),
+    "retracted_in_flight": Mutant(mutants.retracted_in_flight, STALE, audited=False),
+    "pages_released_in_flight": Mutant(mutants.pages_released_in_flight, FREED),
+    "pages_released_before_the_gather": Mutant(mutants.pages_released_before_the_gather, FREED),
+    "published_when_planned": Mutant(mutants.published_when_planned, SHARED),
+    "published_with_last_token": Mutant(mutants.published_with_last_token, SHARED),
+}
+
+Play = Callable[[int], str | None]
+
+
+def scenario_play(model: Model, *, depth: int, audited: bool, graphs: bool) -> Play:
+    """Return what plays the scenario of a seed and says how it went wrong; None if it did not."""
+
+    def play_one(seed: int) -> str | None:
+        fixed = SHAPE | {
+            "depth": depth,
+            "graphs": graphs,
+            "num_pages": 16 + (0, 1, 4, 64)[seed % 4],
+        }
+        scenario = random_scenario(model.quiz, seed, **fixed)
+        device = sleepy_gpu(seed)
+        make = gpu_executor(model.folder, device)
+        try:
+            outputs = play(scenario, model.folder, device, audited=audited, make_executor=make)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        lanes = (device.compute, device.copy)
+        assert sum(lane.num_sleeps for lane in lanes if isinstance(lane, SleepyLane))
+        try:
+            check(scenario, model.quiz, outputs)
+        except AssertionError as error:
+            return f"output: {error}"
+        return None
+
+    return play_one
+
+
+def stamp_play(*, depth: int) -> Play:
+    """Return what checks that each step of FX-STAMP takes its own rows away."""
+
+    def make_runner(config: Any, model: Any, device: Device) -> CudaRunner:
+        runner = CudaRunner(config, model, device, load_kernels("triton", device.torch_device))
+        torch.cuda.synchronize()
+        return runner
+
+    def play_one(seed: int) -> str | None:
+        stepper = stepper_of(sleepy_gpu(seed), make_runner=make_runner, depth=depth)
+        watched = stepper.loop.executor = SnapshotEveryStep(stepper)
+        for i in range(4):
+            prompt = [(5 * i + j) % 29 + 3 for j in range(4 * i + 3)]
+            stepper.add(prompt, capture=("experts",), max_new_tokens=9, temperature=0.0)
+        try:
+            stepper.run()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        assert watched.num_checked > 50
+        stepper.close()
+        return None
+
+    return play_one
+
+
+def catches(play_one: Play, seeds: range) -> Iterator[str | None]:
+    """Yield how each seed went; after a fault of the GPU there is nothing left to play on."""
+    for seed in seeds:
+        found = play_one(seed)
+        yield found
+        if found is not None and re.match(FAULT, found):
+            return
+
+
+def play_of(name: str, folder: Path, *, depth: int, audited: bool, graphs: bool) -> Play:
+    """Return the play of a model."""
+    if name == "stamp":
+        return stamp_play(depth=depth)
+    made = MAKERS[name](folder / name)
+    model = Model(name, made, oracle=partial(Oracle, made))
+    return scenario_play(model, depth=depth, audited=audited, graphs=graphs)
+
+
+def run(name: str, *, depth: int, seeds: range) -> dict[str, object]:
+    """Play ``healthy`` on all models, or a mutant on its own, and return what was seen."""
+    mutant = MUTANTS.get(name)
+    models = [*MAKERS, "stamp"] if mutant is None else [mutant.model]
+    found: dict[str, list[str | None]] = {}
+    backend = torch.cuda.memory.get_allocator_backend()
+    graphs = backend != "cudaMallocAsync"  # with which they are refused
+    with tempfile.TemporaryDirectory() as folder, MonkeyPatch.context() as patch:
+        if mutant is not None and mutant.mutate is not None:
+            mutant.mutate(patch)
+        for model in models:
+            audited = mutant is None or mutant.audited
+            play_one = play_of(model, Path(folder), depth=depth, audited=audited, graphs=graphs)
+            found[model] = list(catches(play_one, seeds))
+    return {
+        "mutant": name,
+        "depth": depth,
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", "default"),
+        "backend": backend,
+        "graphs": graphs,
+        "found": found,
+    }
+
+
+def main() -> None:
+    """Play and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=["healthy", *MUTANTS])
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=6)
+    args = parser.parse_args()
+    print(json.dumps(run(args.name, depth=args.depth, seeds=range(args.seeds))))
+    sys.stdout.flush()
+    os._exit(0)  # a GPU that has failed would complain at each destructor
+
+
+if __name__ == "__main__":
+    main()

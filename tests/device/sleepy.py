@@ -1,0 +1,70 @@
+"""A GPU whose lanes sleep before each piece of work, so that whoever does not wait loses for sure.
+
+Blocks that a ring takes back are filled with junk, as ``exec.sim`` does.
+"""
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dovetail.exec.cuda.device import CudaDevice
+from dovetail.exec.device import Event, Lane
+from dovetail.exec.sim import POISON_BYTE
+
+CYCLES = (0, 1_000_000, 10_000_000)
+"""Of the GPU's clock, about 2 GHz: nothing, half a millisecond, five; the host takes one or two."""
+
+
+class SleepyLane:
+    """A lane with a sleep kernel before each work."""
+
+    def __init__(self, lane: Lane, rng: random.Random, *, is_slow: bool) -> None:
+        self._lane = lane
+        self._rng = rng
+        self._is_slow = is_slow
+        self.num_sleeps = 0
+        self.before_last: Event = lane.record()
+
+    def submit(
+        self,
+        fn: Callable[..., None],
+        *args: object,
+        reads: tuple[Tensor, ...] = (),
+        writes: tuple[Tensor, ...] = (),
+    ) -> None:
+        """Queue a sleep and ``fn(*args)``."""
+        self.before_last = self._lane.record()
+        cycles = self._rng.choice(CYCLES) if self._is_slow else 0
+        if cycles:
+            self.num_sleeps += 1
+            self._lane.submit(torch.cuda._sleep, cycles)
+        self._lane.submit(fn, *args, reads=reads, writes=writes)
+
+    def record(self) -> Event:
+        """See ``Lane``."""
+        return self._lane.record()
+
+    def wait(self, event: Event) -> None:
+        """See ``Lane``."""
+        self._lane.wait(event)
+
+
+def sleepy_gpu(seed: int) -> CudaDevice:
+    """Return a GPU that is slow on one lane, or on both, as the seed says."""
+    gpu, rng = CudaDevice(), random.Random(seed)
+    slow = ("compute", "copy", "both")[seed % 3]
+    true_lane = gpu.compute
+    gpu.compute = SleepyLane(true_lane, rng, is_slow=slow in ("compute", "both"))
+    gpu.copy = SleepyLane(gpu.copy, rng, is_slow=slow in ("copy", "both"))
+
+    def recycle(block: Tensor) -> None:
+        """Fill the block with junk: on the host at once, on the GPU before the lane's next work."""
+        if block.device.type == "cpu":
+            block.numpy().fill(POISON_BYTE)
+        else:
+            true_lane.submit(block.fill_, POISON_BYTE)
+
+    gpu.recycle = recycle
+    return gpu

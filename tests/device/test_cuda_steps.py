@@ -1,0 +1,79 @@
+"""The loop does not wait: what the driver did in a step, as CUPTI saw it."""
+
+import pytest
+import torch
+
+from benchmarks.gpu_steps import prompt_counts, steady_counts
+from benchmarks.stepped import SteppedEngine
+from dovetail.exec.executor import Executor
+
+pytestmark = pytest.mark.cuda
+
+ROWS, STEPS = 32, 200
+
+
+def engine_of(**options: object) -> SteppedEngine:
+    engine = SteppedEngine(
+        device="cuda", max_running=ROWS + 1, context_len=1024, chunk_size=512, num_pages=4096,
+        **options,
+    )  # fmt: skip
+    engine.fill(ROWS, 64, max_new_tokens=500)
+    return engine
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("capture", [(), ("experts",)])
+def test_a_steady_step_is_one_copy_in_one_copy_out_and_no_wait(
+    capture, depth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(capture=capture, depth=depth)
+    original = Executor.submit
+
+    def submit(self, plan):
+        torch.cuda.set_sync_debug_mode("error")  # PyTorch raises at a call that would wait
+        try:
+            return original(self, plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Executor, "submit", submit)
+    found = steady_counts(engine, STEPS)
+    print(dict(found))
+    engine.executor.close()
+    assert found["graph launches"] == STEPS  # it really was a steady step
+    assert found["HtoD"] == STEPS
+    assert STEPS - depth <= found["DtoH"] <= STEPS + depth
+    assert found["pageable"] == 0
+    assert found["allocations"] == found["allocating calls"] == 0
+    # Stopping the profile waits for the device once or twice.
+    assert found["waiting calls"] <= 2
+
+
+def test_a_step_with_a_prompt_is_one_copy_in_and_one_out_too() -> None:
+    engine = engine_of()
+    found = prompt_counts(engine, 40)
+    print(dict(found))
+    engine.executor.close()
+    assert 40 <= found["HtoD"] <= 41 and 39 <= found["DtoH"] <= 41
+    assert found["pageable"] == 0 and found["waiting calls"] <= 2
+
+
+@pytest.mark.parametrize("num_extra", [1, 3])
+def test_copies_that_are_too_many_are_counted(num_extra) -> None:
+    """The counting itself: copies of each kind, a wait and an allocation are seen."""
+    engine = engine_of()
+    step, pageable = engine.loop.step, torch.zeros(8)
+
+    def noisy_step() -> None:
+        step()
+        for _ in range(num_extra):
+            pageable.to("cuda").cpu()
+            torch.cuda.current_stream().synchronize()
+
+    engine.loop.step = noisy_step
+    found = steady_counts(engine, 10)
+    engine.executor.close()
+    assert found["HtoD"] == 10 + 10 * num_extra and found["pageable"] == 20 * num_extra
+    assert found["waiting calls"] >= 10 * num_extra
+    assert found["allocations"] >= 10 * num_extra

@@ -1,0 +1,53 @@
+"""A stepped engine on the GPU: ``Harness`` with the executor that ``device: cuda`` gives."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import torch
+
+from dovetail.config.schema import EngineConfig
+from dovetail.dist.comm import LocalComm
+from dovetail.exec.device import Device
+from dovetail.exec.executor import Executor
+from dovetail.exec.registry import load_backend
+from dovetail.kernels.registry import load_kernels
+from dovetail.models.decoder import DecoderLM
+from dovetail.models.registry import build_model
+from dovetail.weights.load import load_weights
+from tests.support.harness import Harness, make_config
+
+
+@lru_cache(maxsize=2)
+def load_on_gpu(folder: Path, dtype: str) -> DecoderLM:
+    """Load a model once for all tests; nobody writes its weights."""
+    where = torch.device("cuda")
+    model = build_model(
+        make_config(folder, dtype=dtype).model,
+        dtype=getattr(torch, dtype),
+        device=where,
+        comm=LocalComm(),
+        kernels=load_kernels("triton", where),
+    )
+    load_weights(model, folder, comm=LocalComm(), on_progress=None)
+    return model
+
+
+def gpu_executor(folder: Path, device: Device | None = None) -> Callable[[EngineConfig], Executor]:
+    """Return what ``Harness`` takes as ``make_executor``; a device that is not given is made."""
+
+    def make(config: EngineConfig) -> Executor:
+        config = msgspec.structs.replace(config, device="cuda", memory_fraction=None)
+        backend = load_backend(config, device)
+        model = load_on_gpu(folder, config.dtype)
+        runner = backend.make_runner(config, model, lambda what, num_done, num_total: None)
+        return Executor(config, runner, backend.device)
+
+    return make
+
+
+def gpu_harness(folder: Path, *, device: Device | None = None, **options: object) -> Harness:
+    """Return a stepped engine whose plans run on the GPU."""
+    options = {"dtype": "float32"} | options
+    return Harness(folder, make_executor=gpu_executor(folder, device), **options)

@@ -1,0 +1,107 @@
+"""``dovetail trace``: which steps are shown, what is said of them, trace and picture."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dovetail.cli import main
+from dovetail.cli.timeline import COLOURS, draw_timeline
+from dovetail.cli.trace import chrome_trace, summarise
+from dovetail.exec.device import ThreadedCpuDevice
+from dovetail.exec.trace import HostClock, Recorder, Span, note_lanes
+
+WORDS = ("trace", "--steps", "5", "--batch", "3", "--input-len", "20", "--chunk-size", "16")
+
+
+def test_a_trace_has_every_call_and_work_of_its_steps(tmp_path: Path, capsys) -> None:
+    trace, picture = tmp_path / "t.json", tmp_path / "t.png"
+    assert main([*WORDS, "--out", str(trace), "--png", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "5 decode steps of 3 rows on cpu" in said and "compute lane idle" in said
+    events = json.loads(trace.read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    shown = [(rows[e["tid"]], e["name"], e["args"]["step"]) for e in events if e["ph"] == "X"]
+    steps = sorted({step for _, _, step in shown})
+    assert steps == list(range(steps[0], steps[0] + 5))
+    once = [
+        *((f"host: {name}", name) for name in ("plan", "submit", "wait", "commit")),
+        ("compute lane", "upload"), ("compute lane", "run"), ("copy lane", "download"),
+    ]  # fmt: skip
+    assert sorted(shown) == sorted((row, name, step) for row, name in once for step in steps)
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_idle_is_the_time_in_which_the_compute_lane_has_nothing() -> None:
+    spans = [
+        span
+        for step in range(3)
+        for span in (
+            Span("host", "submit", step, 10.0 * step, 10.0 * step + 1),
+            Span("host", "wait", step, 10.0 * step + 1, 10.0 * step + 9),
+            Span("compute", "upload", step, 10.0 * step + 2, 10.0 * step + 3),
+            Span("compute", "run", step, 10.0 * step + 3, 10.0 * step + 8),
+            Span("copy", "download", step, 10.0 * step + 8, 10.0 * step + 9),
+        )
+    ]
+    steps = summarise(spans, [0, 1, 2])
+    assert steps.step_s == [10, 10] and steps.busy_s == [6, 6] and steps.host_s == [1, 1]
+    assert steps.idle == pytest.approx(0.4)
+    assert {span.step for span in steps.spans} == {0, 1}
+    assert len(chrome_trace(steps.spans)["traceEvents"]) == 4 + 10
+
+
+def test_a_span_is_drawn_where_and_as_long_as_it_was(tmp_path: Path) -> None:
+    spans = [Span("host", "plan", 0, 0.0, 1.0), Span("compute", "run", 0, 1.0, 4.0)]
+    draw_timeline(spans, "title", tmp_path / "t.png")
+    image = Image.open(tmp_path / "t.png")
+    found = {rgb: count for count, rgb in image.getcolors(maxcolors=2**16)}
+    counts = {
+        name: found.get(tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)), 0)
+        for name, colour in COLOURS.items()
+    }
+    assert 2.8 < counts["run"] / counts["plan"] < 3.2
+    assert sum(counts.values()) == counts["run"] + counts["plan"]
+
+
+def test_work_is_timed_on_its_lane(tmp_path: Path) -> None:
+    """A lane with a thread of its own runs work later than it is submitted."""
+    recorder = Recorder(HostClock())
+    device = ThreadedCpuDevice()
+    note_lanes(device, recorder)
+
+    def wait_for_nothing() -> None:
+        done.append(None)
+
+    done: list[None] = []
+    recorder.step = 3
+    device.compute.submit(wait_for_nothing)
+    recorder.step = 4
+    recorder.call("plan", device.compute.record().wait)()
+    work, call = sorted(recorder.spans(), key=lambda span: span.row, reverse=False)
+    assert (work.row, work.name, work.step) == ("compute", "wait_for_nothing", 3)
+    assert (call.row, call.name, call.step) == ("host", "plan", 4)
+    assert done and work.begin_s <= work.end_s <= call.end_s
+    device.close()
+
+
+def test_without_pillow_the_error_names_it_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
+    for name in ("PIL", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont"):
+        monkeypatch.setitem(sys.modules, name, None)
+    words = [*WORDS, "--model", str(tmp_path / "none"), "--png", str(tmp_path / "t.png")]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "png" in error and "pip install 'dovetail[plot]'" in error and "none" not in error
+
+
+def test_too_few_steady_steps_are_refused(tmp_path: Path, capsys) -> None:
+    """A pool that cannot hold all rows at once has no steps of so many rows."""
+    words = ["trace", "--steps", "5", "--batch", "8", "--input-len", "60"]
+    words += ["--context-len", "128", "--num-pages", "16", "--out", str(tmp_path / "t.json")]
+    assert main(words) == 2
+    assert "--steps" in capsys.readouterr().err and not (tmp_path / "t.json").exists()
