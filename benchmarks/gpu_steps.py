@@ -149,7 +149,20 @@ def host_times(engine: SteppedEngine, num_steps: int = STEADY) -> dict[str, floa
             taken = time.perf_counter() - started
             host.append(taken - sum(watch.seconds["wait"][num_waits:]))
     parts = {name: watch.us(name) for name in watch.seconds}
+    parts["packet, again and again"] = packet_alone_us(engine)
     return parts | {"host": round(1e6 * statistics.median(host), 1)}
+
+
+def packet_alone_us(engine: SteppedEngine, calls: int = 200) -> float:
+    """Return the microseconds of building and sending the newest plan's packet, in a loop."""
+    executor: Any = engine.executor
+    plan = engine.loop.inflight[-1].plan
+    started = time.perf_counter()
+    for _ in range(calls):
+        executor._staging.release(executor._stage(plan))
+    taken = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return round(1e6 * taken / calls, 1)
 
 
 def lines(engine: SteppedEngine, rows: int) -> list[dict[str, Any]]:

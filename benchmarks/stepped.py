@@ -24,7 +24,7 @@ class SteppedEngine:
     """A scheduler and an executor with random weights; options are those of ``EngineOptions``."""
 
     def __init__(self, **options: object) -> None:
-        self.config = config = resolve(options_from({"load_format": "dummy", **options}))
+        config = resolve(options_from({"load_format": "dummy", **options}))
         backend = load_backend(config)
         model = build_model(
             config.model,
@@ -35,7 +35,8 @@ class SteppedEngine:
             allocate=partial(backend.device.memory.zeros, "weights"),
         )
         fill_with_noise(model)
-        runner = backend.make_runner(config, model, lambda what, num_done, num_total: None)
+        self.config = config = backend.size_pool(model, _ignore)
+        runner = backend.make_runner(config, model, _ignore)
         self.executor = Executor(config, runner, backend.device)
         ledger = KVLedger(
             (PagedGroup(name="paged", page_size=config.page_size),), (config.num_pages,)
@@ -76,3 +77,7 @@ class SteppedEngine:
         """Step until nothing is open."""
         while self.scheduler.num_open or self.loop.inflight:
             self.loop.step()
+
+
+def _ignore(what: str, num_done: int, num_total: int) -> None:
+    """Nobody asked how the start gets on."""

@@ -96,14 +96,23 @@ class Tracer:
             for number, plan in self.plans.items()
             if len(plan.rows) == num_rows and (plan.rows.start == FROM_DEVICE).all()
         ]
-        shown = steady[SKIPPED : SKIPPED + num_steps + 1]
-        if len(shown) <= num_steps or shown[-1] - shown[0] != num_steps:
-            raise RequestError(
-                "--steps",
-                f"of {num_steps} steps in a row with {num_rows} rows only {len(shown)} were seen; "
-                "raise --kv-memory or --max-running, or lower --batch",
-            )
-        return summarise(self.recorder.spans(), shown)
+        return summarise(self.recorder.spans(), steps_in_a_row(steady, num_steps))
+
+
+def steps_in_a_row(steady: Sequence[int], num_steps: int) -> Sequence[int]:
+    """Return the numbers of so many steps, and of the one after them.
+
+    Raises:
+        RequestError: there are not so many, or another kind of step came in between.
+    """
+    shown = steady[SKIPPED : SKIPPED + num_steps + 1]
+    if len(shown) <= num_steps or shown[-1] - shown[0] != num_steps:
+        raise RequestError(
+            "--steps",
+            f"{num_steps} decode steps of all rows did not come in a row; raise --kv-memory or "
+            "--max-running, or lower --batch",
+        )
+    return shown
 
 
 def noted_device(config: EngineConfig) -> tuple[Device, Recorder[Any]]:

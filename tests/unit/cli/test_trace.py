@@ -9,11 +9,15 @@ from PIL import Image
 
 from dovetail.cli import main
 from dovetail.cli.timeline import COLOURS, draw_timeline
-from dovetail.cli.trace import chrome_trace, summarise
+from dovetail.cli.trace import SKIPPED, chrome_trace, steps_in_a_row, summarise
+from dovetail.errors import RequestError
 from dovetail.exec.device import ThreadedCpuDevice
 from dovetail.exec.trace import HostClock, Recorder, Span, note_lanes
 
-WORDS = ("trace", "--steps", "5", "--batch", "3", "--input-len", "20", "--chunk-size", "16")
+WORDS = (
+    "trace", "--device", "cpu", "--steps", "5", "--batch", "3", "--input-len", "20",
+    "--chunk-size", "16",
+)  # fmt: skip
 
 
 def test_a_trace_has_every_call_and_work_of_its_steps(tmp_path: Path, capsys) -> None:
@@ -52,6 +56,15 @@ def test_idle_is_the_time_in_which_the_compute_lane_has_nothing() -> None:
     assert steps.idle == pytest.approx(0.4)
     assert {span.step for span in steps.spans} == {0, 1}
     assert len(chrome_trace(steps.spans)["traceEvents"]) == 4 + 10
+
+
+def test_steps_are_in_a_row_or_refused() -> None:
+    steady = [3, *range(5, 40)]
+    assert steps_in_a_row(steady, 4) == [*range(4 + SKIPPED, 9 + SKIPPED)]
+    with pytest.raises(RequestError, match="in a row"):
+        steps_in_a_row(steady[: SKIPPED + 4], 4)
+    with pytest.raises(RequestError, match="in a row"):
+        steps_in_a_row([*range(SKIPPED + 2), *range(50, 60)], 4)  # a retraction in between
 
 
 def test_a_span_is_drawn_where_and_as_long_as_it_was(tmp_path: Path) -> None:
@@ -101,7 +114,7 @@ def test_without_pillow_the_error_names_it_before_anything_is_loaded(
 
 def test_too_few_steady_steps_are_refused(tmp_path: Path, capsys) -> None:
     """A pool that cannot hold all rows at once has no steps of so many rows."""
-    words = ["trace", "--steps", "5", "--batch", "8", "--input-len", "60"]
+    words = ["trace", "--device", "cpu", "--steps", "5", "--batch", "8", "--input-len", "60"]
     words += ["--context-len", "128", "--num-pages", "16", "--out", str(tmp_path / "t.json")]
     assert main(words) == 2
     assert "--steps" in capsys.readouterr().err and not (tmp_path / "t.json").exists()

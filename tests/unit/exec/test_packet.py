@@ -128,6 +128,15 @@ def test_a_plan_is_read_as_it_was_written(written):
 
 
 @given(plans())
+def test_nothing_is_left_of_the_packet_that_was_in_the_block_before(plan):
+    writer, words = PacketWriter(SCHEMA), block()
+    writer.write(plan, words)
+    writer.write(decode_plan(), words)
+    left = {n: len(f) for n, f in read_packet(SCHEMA, words).fields.items() if len(f)}
+    assert left == {f"rows.{name}": 3 for name in ROW_FIELDS}
+
+
+@given(plans())
 def test_fields_are_aligned_and_do_not_overlap(plan):
     words = block()
     num_words = PacketWriter(SCHEMA).write(plan, words)
