@@ -3,6 +3,7 @@
 Needs numpy, torch and msgspec alone (``records`` not even torch). docs/replay.md shows all of it.
 
     records      the experts of a sequence's tokens, as an engine hands them over
+    files        the same out of an engine on this machine, through memory that both map
     layout       padding, packing, slicing: any per-token values
     packing      from traces to the routes of a micro-batch, by an index of tokens
     session      recording and replaying in a Hugging Face model
