@@ -29,6 +29,44 @@ for name in sys.argv[2:]:
     importlib.import_module(name)
 print(len(sys.argv) - 2)
 """
+REPLAY = """
+import torch
+from torch import nn
+from dovetail.replay.layout import pad_right
+from dovetail.replay.packing import TokenTable
+from dovetail.replay.records import RouteTrace
+from dovetail.replay.session import ReplaySession
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, hidden):
+        values, ids = torch.topk(hidden @ self.weight.T, 2)
+        self.ids = ids
+        return values.softmax(-1)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.router = nn.Embedding(16, 8), Router()
+
+    def forward(self, input_ids, use_cache=False):
+        return self.router(self.embed(input_ids).flatten(0, 1))
+
+model, ids = Model(), [[3, 1, 2], [5, 4]]
+rows = [torch.randint(0, 2, (n - 1, 1, 1)) * 2 + torch.tensor([0, 1]) for n in (3, 2)]
+traces = [
+    RouteTrace.of_tokens(r.numpy(), i, layer_ids=(0,), num_experts=4) for r, i in zip(rows, ids)
+]
+table = TokenTable(ids, traces)
+index = pad_right(table.indices())
+routes = table.routes(index)
+with ReplaySession(model).replay(routes):
+    model(table.tokens(index)).square().sum().backward()
+assert torch.equal(model.router.ids[routes.has_row_N], torch.cat(rows)[:, 0])
+"""
 # Requirements of torch, by the names they are imported by
 TORCHS = (
     "torchgen,functorch,filelock,typing_extensions,sympy,mpmath,networkx,jinja2,markupsafe,fsspec,"
@@ -36,9 +74,9 @@ TORCHS = (
 )
 
 
-def import_alone(names: list[str]) -> subprocess.CompletedProcess[str]:
+def import_alone(names: list[str], then: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", BLOCKED, TORCHS, *names],
+        [sys.executable, "-c", BLOCKED + then, TORCHS, *names],
         env={**os.environ, "PYTHONPATH": str(SRC)},
         capture_output=True,
         text=True,
@@ -46,10 +84,10 @@ def import_alone(names: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_replay_imports_alone() -> None:
+def test_replay_imports_and_works_alone() -> None:
     names = [source.name for source in sources() if source.layer == "replay"]
     assert len(names) > 5
-    done = import_alone(names)
+    done = import_alone(names, then=REPLAY)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(len(names))
 

@@ -96,7 +96,7 @@ class TokenTable:
     """All tokens of a batch of sequences, one after another, and the rows of their traces.
 
     Owns the numbering: token t of sequence s has the number ``begins[s] + t``. Is not changed
-    after it is made. ``examples`` of its use are in docs/replay.md.
+    after it is made. docs/replay.md has examples.
 
     Args:
         sequences: token ids of each, prompt and response together.
