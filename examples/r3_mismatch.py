@@ -108,7 +108,7 @@ class Ladder:
         self._trainer = load_trainer(folder)
         self._session = ReplaySession(self._trainer)
         self._problems = chosen_problems(
-            -(-num_tokens // (PER_PROBLEM * arithmetic.ANSWER_LEN - 1)), seed
+            -(-num_tokens // (PER_PROBLEM * arithmetic.ANSWER_LEN)), seed
         )
         self._seed = seed
         self._progress = progress
@@ -226,14 +226,16 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=52_000, help="an arm, about (52000)")
+    parser.add_argument(
+        "--tokens", type=int, default=51_000, help="an arm, a few less as some answers end early"
+    )
     parser.add_argument("--arms", nargs="+", choices=ROLLOUTS, default=list(ROLLOUTS))
     parser.add_argument("--model", type=Path, default=FOLDER, help="made by r3_train_toy.py")
     parser.add_argument("--report", type=Path, help="write all numbers there, as JSON")
     parser.add_argument("--plots", type=Path, help="write survival curves of |D| there, as SVG")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    most = arithmetic.NUM_PROBLEMS * (PER_PROBLEM * arithmetic.ANSWER_LEN - 1)
+    most = arithmetic.NUM_PROBLEMS * PER_PROBLEM * arithmetic.ANSWER_LEN
     if not 1 <= args.tokens <= most:
         parser.error(f"--tokens is {args.tokens}; there are problems for 1 to {most}")
     return args
@@ -264,8 +266,8 @@ def main() -> int:
     verdicts += [*levels.judge_gap(natural), *levels.judge_tail(natural)]
     show_arms(console, pairs, scores)
     show_verdicts(console, verdicts)
-    seconds = time.monotonic() - start
-    console.print(f"{seconds:.0f} s")
+    seconds = {"seconds": time.monotonic() - start, "cpu_seconds": time.process_time()}
+    console.print(", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
     if args.report is not None:
         write_report(args.report, pairs, scores, wrong, verdicts, seconds)
         console.print(f"wrote {args.report}")
@@ -288,11 +290,11 @@ def write_report(
     scores: dict[str, Scores],
     wrong: dict[str, Mismatch],
     verdicts: list[Verdict],
-    seconds: float,
+    seconds: dict[str, float],
 ) -> None:
     report = {
         **environment.describe(),
-        "seconds": round(seconds, 1),
+        **{name: round(value, 1) for name, value in seconds.items()},
         "arms": {
             name: {
                 "off": as_json(pair.off),

@@ -113,7 +113,7 @@ def test_the_ladder_runs_and_judges(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["r3_mismatch.py", *words])
     assert r3_mismatch.main() == 0
     told = json.loads(report.read_text())
-    assert told["arms"]["bf16"]["off"]["num_tokens"] >= 400
+    assert told["arms"]["bf16"]["off"]["num_tokens"] > 380
     verdicts = {(one["level"], one["what"]): one["passed"] for one in told["levels"]}
     assert verdicts["R0", "experts that ran are those recorded"] is True
     assert verdicts["R0", "own routes replayed: same bits"] is True
