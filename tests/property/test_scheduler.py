@@ -86,6 +86,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         config=config,
         jobs=tuple(draw(st.lists(jobs(), min_size=1, max_size=8))),
         retract_at=frozenset(draw(st.just([]) | st.lists(st.integers(1, 60), max_size=4))),
+        refit_at=frozenset(draw(st.just([]) | st.lists(st.integers(0, 30), max_size=2))),
         group_aborts=frozenset(
             draw(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("ab")), max_size=1))
         ),
@@ -104,7 +105,7 @@ def test_the_workloads_reach_the_hard_cases():
     """What the property is about does happen: retraction, hits, evictions, all finishes."""
     seen: dict[str, int] = {}
 
-    @settings(max_examples=250, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=350, deadline=None, derandomize=True, database=None)
     @given(workloads())
     def survey(workload):
         referee = run_workload(workload)
@@ -115,7 +116,9 @@ def test_the_workloads_reach_the_hard_cases():
         counts = {
             "retracted": sum(output.usage.num_retractions for output in outputs),
             "retracted for want of pages": sum(
-                output.usage.num_retractions for output in outputs if not workload.retract_at
+                output.usage.num_retractions
+                for output in outputs
+                if not workload.retract_at | workload.refit_at
             ),
             "aborted with tokens": sum(
                 output.finish.type == "abort" and len(output.token_ids) > 0 for output in outputs
@@ -134,6 +137,7 @@ def test_the_workloads_reach_the_hard_cases():
             "top of a retracted one": sum(
                 bool(o.top) and o.usage.num_retractions > 0 for o in outputs
             ),
+            "refits under way": referee.stepper.scheduler.epoch,
             "groups aborted": sum(
                 job.group in {label for _, label in workload.group_aborts} for job in workload.jobs
             ),
@@ -142,7 +146,7 @@ def test_the_workloads_reach_the_hard_cases():
             seen[name] = seen.get(name, 0) + count
 
     survey()
-    assert min(seen.values()) >= 5 and len(seen) == 16, seen
+    assert min(seen.values()) >= 5 and len(seen) == 17, seen
 
 
 # -- the scheduler, broken on purpose -------------------------------------------------------
@@ -287,6 +291,19 @@ def forget_the_label(original):
     return end
 
 
+def keep_old_pages(original):
+    def begin_epoch(self, epoch):
+        flush, self._ledger.flush = self._ledger.flush, lambda: None
+        original(self, epoch)
+        self._ledger.flush = flush
+
+    return begin_epoch
+
+
+def read_nothing(original):
+    return lambda self: None
+
+
 def score_again_after_retraction(original):
     def forget_memory(self):
         original(self)
@@ -420,6 +437,8 @@ MUTANTS = {
     "prefill rows first": wrap(PlanBuilder, "build", prefill_first),
     "no page for the next token": wrap(Scheduler, "_extend", promise_no_room),
     "a retracted sequence runs on": wrap(Scheduler, "retract_last", decode_while_leaving),
+    "old pages under new weights": wrap(Scheduler, "begin_epoch", keep_old_pages),
+    "nobody is read out for new weights": wrap(Scheduler, "plan_leaving", read_nothing),
 }
 
 

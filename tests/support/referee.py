@@ -12,6 +12,7 @@ import numpy as np
 
 from dovetail.config.capture import ColumnSpec
 from dovetail.config.payload import readout_bytes, sample_score_bytes, score_bytes
+from dovetail.core.control import Refit
 from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.pending import PendingStep
 from dovetail.exec.readback import payload_layout
@@ -63,6 +64,7 @@ class Workload:
         config: of ``plain_config``.
         jobs: the requests.
         retract_at: turns before which the last in line is retracted.
+        refit_at: turns that begin with new weights.
         group_aborts: (turn, label) of aborts of whole groups.
         num_failing: of 64 draws, how many fail.
         share: what the scheduler believes of output lengths; 0 admits too many. None: its guess.
@@ -71,6 +73,7 @@ class Workload:
     config: dict
     jobs: tuple[Job, ...]
     retract_at: frozenset[int] = frozenset()
+    refit_at: frozenset[int] = frozenset()
     group_aborts: frozenset[tuple[int, str]] = frozenset()
     num_failing: int = 0
     share: float | None = None
@@ -207,6 +210,7 @@ class Referee:
         self.stepper.scheduler.plan = self.plan
         self.stepper.on_step = self.after_step
         self._columns: dict[Sequence, dict[str, list]] = defaultdict(dict)
+        self._epoch = self.stepper.scheduler.epoch
         self.decided: dict[Sequence, FinishReason] = {}
 
     def plan(self) -> StepPlan | None:
@@ -240,6 +244,12 @@ class Referee:
         for page in step.reused:
             assert self.device.written_by[page] not in flying | {plan.step_id}, "not yet computed"
         return pending
+
+    def update(self, work: Callable[[], None]) -> None:
+        """Change weights, while nothing has memory and nothing is in flight."""
+        assert not self.stepper.loop.inflight
+        assert self.stepper.ledger.stats().held == 0, "somebody goes on over the old cache"
+        self.device.update(work)
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -277,6 +287,11 @@ class Referee:
     def after_step(self, _: int) -> None:
         """Pages in flight are kept, and nothing that was recorded is forgotten or changed."""
         self.check_pages_of_flying_steps()
+        if self.stepper.scheduler.epoch != self._epoch:
+            self._epoch = self.stepper.scheduler.epoch
+            for seen in self._columns.values():
+                if not seen.get("token_ids"):
+                    seen.pop("prompt_scores", None)  # of old weights, and nothing came of them
         for sequence in self.stepper.scheduler._open.sequences():
             check_append_only(sequence, self._columns[sequence])
             if sequence.finish is not None:
@@ -319,7 +334,7 @@ def most_steps(workload: Workload) -> int:
         for job in workload.jobs
     )
     num_sequences = sum(job.sampling.get("n", 1) for job in workload.jobs)
-    restarts = (1 + len(workload.retract_at)) * lengths
+    restarts = (1 + len(workload.retract_at) + len(workload.refit_at)) * lengths
     return 12 + latency * (restarts + 4 * num_sequences)
 
 
@@ -343,6 +358,8 @@ def run_workload(workload: Workload) -> Referee:
         if stepper.is_busy:  # an idle loop would wait for a message
             if turn in workload.retract_at:
                 stepper.scheduler.retract_last()
+            if turn in workload.refit_at:
+                stepper.inbox.put(Refit(lambda: None, None))
             stepper.step()
         turn += 1
         assert turn <= most_steps(workload), "somebody starves"

@@ -209,6 +209,11 @@ class PagedFake:
             lambda: replace(pending.result(), readouts=captured, scores=tuple(scored)),
         )
 
+    def update(self, work: Callable[[], None]) -> None:
+        """Forget every page: what is read of one before it is written again is no token."""
+        work()
+        self._pages.clear()
+
     def close(self) -> None:
         """Nothing to let go of."""
 
