@@ -20,7 +20,7 @@ SMOOTHING = 10  # steps that are averaged
 def draw_mismatch(curves: Mapping[str, tuple[Curve, Curve]], path: Path) -> None:
     """Draw, for each arm, the share of tokens whose |D| is at least so large: live and replayed."""
     figure, axes = plt.subplots(
-        1, len(curves), figsize=(3.2 * len(curves), 3.2), sharey=True, squeeze=False
+        1, len(curves), figsize=(3.2 * len(curves), 3.2), sharex=True, sharey=True, squeeze=False
     )
     for place, (name, (off, on)) in zip(axes[0], curves.items(), strict=True):
         for label, colour, (size, share) in (("off", "C3", off), ("on", "C0", on)):
@@ -58,7 +58,7 @@ def draw_training(runs: Sequence[Run], path: Path) -> None:
     _save(figure, path)
 
 
-def _thinned(count: int, most: int = 400) -> NDArray[np.int64]:
+def _thinned(count: int, most: int = 200) -> NDArray[np.int64]:
     """Return places that are dense at the end, where the tail is."""
     from_end = np.unique(np.geomspace(1, count, min(count, most)).astype(np.int64))
     return (count - from_end)[::-1]

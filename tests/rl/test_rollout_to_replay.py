@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -11,9 +12,9 @@ from rich.progress import Progress
 import dovetail
 import grpo_r3
 import r3_mismatch
-from dovetail.replay.mismatch import measure_mismatch
+from dovetail.replay.mismatch import Mismatch, measure_mismatch
 from dovetail.replay.session import ReplaySession
-from r3 import arithmetic, summary
+from r3 import arithmetic, levels, summary
 from r3.rollout import make_noisy, rounded, sample
 from r3.trainer import Batch, load_trainer
 
@@ -172,6 +173,52 @@ def test_a_frozen_router_does_not_move_and_others_do(trainer):
 
 
 # -- pure functions -----------------------------------------------------------------------------
+
+
+def mismatch_of(sizes: dict[float, int]) -> Mismatch:
+    """So many tokens whose |D| is so large, spread over sequences of a hundred."""
+    diff = np.concatenate([np.full(count, size) for size, count in sizes.items()])
+    rng = np.random.default_rng(0)
+    rollout = -2 - rng.random((len(diff) // 100, 100))
+    return measure_mismatch(rollout + rng.permutation(diff).reshape(rollout.shape), rollout)
+
+
+MANY = 60_000
+GAP = mismatch_of({0.0: MANY - 60, 1.0: 60})
+
+
+@pytest.mark.parametrize(
+    ("on", "gap", "tail"),
+    [
+        (mismatch_of({0.0: MANY}), [True, True], True),
+        (mismatch_of({0.0: MANY - 6, 1.0: 6}), [True, False], True),
+        (mismatch_of({0.0: MANY - 7, 1.0: 7}), [True, False], False),
+        (mismatch_of({0.0: MANY - 45, 1.0: 45}), [False, False], False),
+        (mismatch_of({0.0: MANY - 120, 0.4: 120}), [True, True], True),
+    ],
+)
+def test_levels_are_judged_by_their_conditions(on, gap, tail):
+    arms = {"arm": levels.Pair(off=GAP, on=on)}
+    assert [one.passed for one in levels.judge_gap(arms)] == gap
+    assert [one.passed for one in levels.judge_tail(arms)] == [tail]
+    [share] = [
+        one.passed
+        for one in levels.judge_installing(share_installed=1.0, is_own_equal=True, noisy=arms)
+        if "k3" in one.what
+    ]
+    assert share is (on.k3 < 1e-20)
+    verdicts = levels.judge_installing(share_installed=0.9999, is_own_equal=False, noisy={})
+    assert [one.passed for one in verdicts] == [False, False]
+
+
+def test_a_tail_that_is_rare_anyway_is_no_evidence():
+    off, on = mismatch_of({0.0: MANY - 5, 1.0: 5}), mismatch_of({0.0: MANY})
+    assert [one.passed for one in levels.judge_tail({"arm": levels.Pair(off, on)})] == [False]
+
+
+def test_controls_must_be_far_worse():
+    wrong = {"a": mismatch_of({0.0: MANY - 5900, 1.0: 5900}), "b": mismatch_of({1.0: MANY})}
+    assert [one.passed for one in levels.judge_controls(GAP, wrong)] == [False, True]
 
 
 def test_answers_and_rewards():
