@@ -325,6 +325,19 @@ def test_a_bad_version_changes_nothing(version, words, served, new_tensors):
     assert same(ask(engine), want)
 
 
+def test_without_room_for_a_second_copy_the_old_ones_are_served(served, new_tensors, monkeypatch):
+    engine, want = served
+
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", full)
+        with pytest.raises(RequestError, match="no room for [0-9,]+ bytes; start the engine"):
+            engine.refit(new_tensors)
+    assert same(ask(engine), want)
+
+
 def test_a_tied_head_may_be_given_twice_but_not_with_two_values(qwen3_folder):
     tensors = load_file(qwen3_folder / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]

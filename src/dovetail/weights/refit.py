@@ -40,7 +40,7 @@ class StagedWeights:
 
         Raises:
             RequestError: a tensor is missing, left over, given twice, of another shape, of a kind
-                that cannot be copied, or not finite; names it.
+                that cannot be copied, or not finite, and is named; or there is no room.
         """
         tensors = _by_name(named_tensors)
         try:
@@ -54,10 +54,7 @@ class StagedWeights:
                     check_tied(name, tensors[name], original, tensors[original])
         except ConfigError as error:
             raise RequestError(error.field, error.message) from None
-        self._staged = {
-            parameter: nn.Parameter(torch.empty_like(parameter), requires_grad=False)
-            for parameter in model.parameters()
-        }
+        self._staged = _beside(model)
         for name, piece in pieces.items():
             self._stage(name, piece, tensors[name], comm)
         for device in {parameter.device for parameter in self._staged}:
@@ -80,6 +77,20 @@ class StagedWeights:
         """Write the new weights over the old ones, at the same addresses."""
         for parameter, staged in self._staged.items():
             parameter.copy_(staged)
+
+
+def _beside(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Return memory for each parameter of the model once more."""
+    parameters = list(model.parameters())
+    try:
+        return {p: nn.Parameter(torch.empty_like(p), requires_grad=False) for p in parameters}
+    except torch.OutOfMemoryError:
+        num_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        raise RequestError(
+            "named_tensors",
+            f"are copied beside the old weights, and there is no room for {num_bytes:,} bytes; "
+            "start the engine with less --kv-memory",
+        ) from None
 
 
 def _by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
