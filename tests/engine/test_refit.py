@@ -333,7 +333,7 @@ def test_without_room_for_a_second_copy_the_old_ones_are_served(served, new_tens
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty_like", full)
-        with pytest.raises(RequestError, match="no room for [0-9,]+ bytes; start the engine"):
+        with pytest.raises(RequestError, match=r"no room for [0-9,]+ bytes; start the engine"):
             engine.refit(new_tensors)
     assert same(ask(engine), want)
 
