@@ -35,27 +35,33 @@ def draw_mismatch(curves: Mapping[str, tuple[Curve, Curve]], path: Path) -> None
 
 
 def draw_training(runs: Sequence[Run], path: Path) -> None:
-    """Draw mismatch, largest |D|, gradient norm and reward over the steps, a line a run."""
+    """Draw what changes over the steps: each arm's mean over its seeds, and their range."""
     panels: dict[str, tuple[str, bool]] = {
         "k3": ("k3 of trainer and rollout", True),
         "max_abs": ("largest |D| of a step", True),
         "grad_norm": ("gradient norm", True),
-        "reward": (f"reward, mean of {SMOOTHING} steps", False),
+        "reward": ("reward", False),
     }
     figure, axes = plt.subplots(1, len(panels), figsize=(3.6 * len(panels), 3.2))
     for place, (name, (title, is_log)) in zip(axes, panels.items(), strict=True):
-        for one in runs:
-            values = np.asarray(one["series"][name], dtype=np.float64)
-            if not is_log:
-                window = np.ones(min(SMOOTHING, len(values)))
-                values = np.convolve(values, window / len(window), mode="valid")
-            label = one["arm"] if one["seed"] == runs[0]["seed"] else None
-            place.plot(values, COLOURS[one["arm"]], label=label, alpha=0.6, linewidth=0.9)
+        for arm, colour in COLOURS.items():
+            lines = [_smoothed(one["series"][name]) for one in runs if one["arm"] == arm]
+            if lines:
+                steps = np.arange(len(lines[0]))
+                place.plot(steps, np.mean(lines, axis=0), colour, label=arm, linewidth=1.2)
+                place.fill_between(
+                    steps, np.min(lines, axis=0), np.max(lines, axis=0), color=colour, alpha=0.12
+                )
         place.set_yscale("log" if is_log else "linear")
         place.set_title(title, fontsize=9)
-        place.set_xlabel("step", fontsize=8)
+        place.set_xlabel(f"step; means of {SMOOTHING}", fontsize=8)
     axes[0].legend(fontsize=8)
     _save(figure, path)
+
+
+def _smoothed(series: Sequence[float]) -> NDArray[np.float64]:
+    window = np.ones(min(SMOOTHING, len(series)))
+    return np.convolve(series, window / len(window), mode="valid")
 
 
 def _thinned(count: int, most: int = 200) -> NDArray[np.int64]:
