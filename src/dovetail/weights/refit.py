@@ -89,7 +89,7 @@ def _beside(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         raise RequestError(
             "named_tensors",
             f"are copied beside the old weights, and there is no room for {num_bytes:,} bytes; "
-            "start the engine with less --kv-memory",
+            "start the engine with a smaller KV pool (--memory-fraction or --kv-memory)",
         ) from None
 
 
