@@ -371,6 +371,7 @@ def test_close_of_a_process_that_does_not_answer_is_by_force(fragile, monkeypatc
     listeners = Listeners(fragile, EngineClient(fragile))
     listeners.start()
     os.kill(fragile.process_id, signal.SIGSTOP)
+    os.waitid(os.P_PID, fragile.process_id, os.WSTOPPED)  # before that it may still answer
     fragile.close()
     assert not is_running(fragile.process_id)
     assert listeners.ends() == ["the engine has been closed"]

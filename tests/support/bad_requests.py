@@ -159,6 +159,7 @@ BAD_REQUESTS = [
     native("top_logprobs_num", "legal range", return_logprob=True, top_logprobs_num=129),
     native("token_ids_logprob", "legal ids", return_logprob=True, token_ids_logprob=[9999]),
     native("token_ids_logprob[0]", "got `str`", return_logprob=True, token_ids_logprob=["x"]),
+    native("token_ids_logprob", "mixes ids", return_logprob=True, token_ids_logprob=[0, []]),
     native("return_logprob", "got `str`", return_logprob="maybe"),
     native("stream", "expected `bool`", stream="maybe"),
     native("priority", "expected `int`", priority="first"),

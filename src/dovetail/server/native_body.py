@@ -325,14 +325,11 @@ def _rids(fields: GenerateFields, num: int | None) -> list[str | None]:
 
 
 def _logprobs(fields: GenerateFields, num: int | None) -> list[LogprobParams | None]:
-    ids = fields.token_ids_logprob
-    if ids is not None and not any(isinstance(item, list) for item in ids):
-        ids = [ids] * (num or 1)  # the same for all
     columns = zip(
         _each("return_logprob", fields.return_logprob, num, default=False),
         _each("logprob_start_len", fields.logprob_start_len, num, default=-1),
         _each("top_logprobs_num", fields.top_logprobs_num, num, default=0),
-        _each("token_ids_logprob", ids, num, default=()),
+        _each("token_ids_logprob", _ids_of_each(fields, num), num, default=()),
         strict=True,
     )
     return [
@@ -347,3 +344,19 @@ def _logprobs(fields: GenerateFields, num: int | None) -> list[LogprobParams | N
         else None
         for is_asked, start, num_top, of_ids in columns
     ]
+
+
+def _ids_of_each(fields: GenerateFields, num: int | None) -> list[list[int] | None] | None:
+    """Return the ids to report, a list a prompt."""
+    ids = fields.token_ids_logprob
+    if ids is None:
+        return None
+    flat = [item for item in ids if isinstance(item, int)]
+    if flat and len(flat) < len(ids):
+        raise RequestError(
+            "token_ids_logprob",
+            "mixes ids with lists of them; give one list for all prompts, or a list for each",
+        )
+    if flat or not ids:
+        return [flat] * (num or 1)
+    return [item for item in ids if not isinstance(item, int)]
