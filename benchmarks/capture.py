@@ -1,6 +1,6 @@
 """What capture costs on the CPU.
 
-    python benchmarks/capture.py [--rounds N] [--long-len N] [--output FILE.jsonl]
+    python -m benchmarks.capture [--rounds N] [--long-len N] [--output FILE.jsonl]
 
 1. Tokens a second, and CPU time a token, of the embedded model with capture off, on, and on with
    rows returned, in turn.
@@ -28,11 +28,11 @@ import msgspec
 import numpy as np
 import torch
 from capture_transport import transport
-from common import describe_run
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
 import dovetail
+from benchmarks.common import describe_run
 from dovetail.config.hub import locate_model
 from dovetail.core.routes import json_of, own_rows, sglang_rows
 from dovetail.replay.records import RouteTrace

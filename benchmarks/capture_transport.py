@@ -1,6 +1,6 @@
 """How long the rows of a long sequence take from a generation's end into a client's hands.
 
-    python benchmarks/capture_transport.py [--rounds N] [--output FILE.jsonl]
+    python -m benchmarks.capture_transport [--rounds N] [--output FILE.jsonl]
 
 The server is the real one, but for its engine: a port that answers each request at once with the
 rows of 32,768 tokens x 48 layers x 8. A client in a process of its own asks in each form in turn
@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from common import describe_run
 from numpy.typing import NDArray
 
+from benchmarks.common import describe_run
 from dovetail.config.hub import locate_model
 from dovetail.config.resolve import options_from, resolve
 from dovetail.config.schema import EngineConfig

@@ -12,7 +12,13 @@ import torch
 
 
 def describe_run(argv: Sequence[str], *packages: str) -> dict[str, object]:
-    """Return the fields that describe this run; ``packages`` adds versions of peers."""
+    """Return the fields that describe this run; ``packages`` adds versions of peers.
+
+    ``argv`` is that of the process, or what stands behind ``python``. The path of a module that was
+    run says where somebody keeps the code, so its name takes the place.
+    """
+    if argv[0].endswith(".py"):
+        argv = ["-m", f"benchmarks.{Path(argv[0]).stem}", *argv[1:]]
     return {
         "best_peer": None,
         "device": cpu_name(),

@@ -1,6 +1,6 @@
 """The embedded model on this CPU: our engine against transformers, in interleaved pairs.
 
-    python benchmarks/cpu_vs_transformers.py [--repeats 5] [--output FILE.jsonl]
+    python -m benchmarks.cpu_vs_transformers [--repeats 5] [--output FILE.jsonl]
 
 Greedy, float32, one intra-op thread, no prefix reuse between repeats. Three opponents, all
 transformers: ``generate`` at batch 1, its continuous batching with 32 and 128 requests at once
@@ -26,13 +26,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 import transformers
-from common import describe_run
 from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import dovetail
+from benchmarks.common import describe_run
 
 PAGE_SIZE = 16
 POOL_TOKENS = 128 * 384

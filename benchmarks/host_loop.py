@@ -1,6 +1,6 @@
 """What the host costs: plan, commit and events, on an executor that computes nothing.
 
-    python benchmarks/host_loop.py [--output FILE.jsonl]
+    python -m benchmarks.host_loop [--output FILE.jsonl]
 
 1. Milliseconds a step at 16 to 1,024 running rows, steady decode, page size 16: the loop's plan,
    commit and delivery of events; building the packet is the executor's and not in it.
@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import describe_run
 
+from benchmarks.common import describe_run
 from dovetail.cache.groups import PagedGroup
 from dovetail.cache.ledger import KVLedger
 from dovetail.config.resolve import options_from, resolve

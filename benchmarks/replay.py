@@ -1,6 +1,6 @@
 """What replay costs a trainer: a step (forward, loss, backward) with it and without, in turn.
 
-    python benchmarks/replay.py [--rounds N] [--output FILE.jsonl]
+    python -m benchmarks.replay [--rounds N] [--output FILE.jsonl]
 
 Two random models: one as narrow as the toy of the examples, where what replay adds in Python is
 largest beside the arithmetic, and a wider one. Each with the experts of transformers that loop
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import describe_run
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.common import describe_run
 from dovetail.replay.packing import RouteBatch
 from dovetail.replay.session import ReplaySession
 

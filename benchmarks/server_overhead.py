@@ -1,6 +1,6 @@
 """What HTTP costs beside the engine, on the embedded model.
 
-    python benchmarks/server_overhead.py [--rounds N] [--output FILE.jsonl]
+    python -m benchmarks.server_overhead [--rounds N] [--output FILE.jsonl]
 
 1. Milliseconds that one request of one token takes longer over HTTP than in this process.
 2. Milliseconds that one token of a lone stream takes longer, in OpenAI's and the native dialect.
@@ -25,8 +25,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from common import describe_run
-
+from benchmarks.common import describe_run
 from dovetail import Engine, SamplingParams
 from dovetail.core.client import EngineClient
 from dovetail.core.process import RemoteEngine

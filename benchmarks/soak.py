@@ -1,6 +1,6 @@
 """Memory over many requests: resident size and KV pages, sampled as the engine works.
 
-    python benchmarks/soak.py [--requests 20000] [--output FILE.jsonl]
+    python -m benchmarks.soak [--requests 20000] [--output FILE.jsonl]
 
 Short random requests, a third of them sharing a prefix, some aborted, in waves through one engine
 with a small pool. Resident memory is read after each wave; the growth is the slope of a straight
@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from common import describe_run
 from rich.console import Console
 from rich.progress import track
 
 import dovetail
+from benchmarks.common import describe_run
 
 WAVE = 250
 

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common import describe_run
 from benchmarks.gpu_rates import graph_us
-from benchmarks.kernels import PAGE_SIZE, SHAPES, Shape, randn
+from benchmarks.gpu_kernels import PAGE_SIZE, SHAPES, Shape, randn
 from dovetail.kernels.backend import QueryTiles
 from dovetail.kernels.triton import attention, experts
 from dovetail.kernels.triton.tiles import (

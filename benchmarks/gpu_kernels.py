@@ -1,6 +1,6 @@
 """Each GPU kernel at the shapes of two models, beside its floor and what torch has.
 
-    python -m benchmarks.kernels [--only WORD ...] [--output FILE.jsonl]
+    python -m benchmarks.gpu_kernels [--only WORD ...] [--output FILE.jsonl]
 
 Microseconds of one call inside a CUDA graph; weights and cached keys come from memory, not from the
 second-level cache, activations from wherever the call before left them. The floor is the larger of
