@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import describe_run
-from benchmarks.gpu_rates import graph_us
 from benchmarks.gpu_kernels import PAGE_SIZE, SHAPES, Shape, randn
+from benchmarks.gpu_rates import graph_us
 from dovetail.kernels.backend import QueryTiles
 from dovetail.kernels.triton import attention, experts
 from dovetail.kernels.triton.tiles import (

@@ -1,7 +1,7 @@
 """Which implementation of each operation a device gets, and why: what a user is told.
 
 Owns the words. The choice itself is made where a device is set up; it follows from the kind of
-device and, on a CPU, from the number of tokens. Others are kept in ``benchmarks/gpu_kernels.py``, to
+device and, on a CPU, from the number of tokens. ``benchmarks/gpu_kernels.py`` keeps others, to
 compare.
 """
 

@@ -346,8 +346,8 @@ def _logprobs(fields: GenerateFields, num: int | None) -> list[LogprobParams | N
     ]
 
 
-def _ids_of_each(fields: GenerateFields, num: int | None) -> list[list[int] | None] | None:
-    """Return the ids to report, a list a prompt."""
+def _ids_of_each(fields: GenerateFields, num: int | None) -> list[Any] | None:
+    """Return the ids to report: for each prompt a list, or None."""
     ids = fields.token_ids_logprob
     if ids is None:
         return None
