@@ -124,6 +124,9 @@ def _file(tmp_path: Path) -> dict:
             lambda f: f | {"sequences": [f["sequences"][0] | {"rollout": b"abc"}]},
             "sequence 0 has bytes missing",
         ),
+        (lambda f: f | {"arms": ["live", "live"]}, "an arm is named twice"),
+        (lambda f: f | {"num_experts_per_tok": 1}, "sequence 0: overlap of 2 experts of 1"),
+        (lambda f: f | {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
     ],
 )
 def test_a_file_that_does_not_hold_together_is_refused(tmp_path: Path, spoil, message) -> None:
