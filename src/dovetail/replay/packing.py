@@ -256,7 +256,7 @@ class TokenTable:
         tokens = cast(list[int], self.tokens_T.tolist())  # pyright: ignore[reportUnknownMemberType]
         return [
             RouteTrace.of_tokens(
-                rows[begin : end - 1],
+                rows[begin : max(end - 1, begin)],
                 tokens[begin:end],
                 layer_ids=routes.layer_ids,
                 num_experts=routes.num_experts,
