@@ -8,6 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 
+MAX_VERSION = 2**31 - 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Refit:
     """Serve under new weights, which are whole and checked already.
