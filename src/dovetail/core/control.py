@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-
 MAX_VERSION = 2**31 - 1
 
 

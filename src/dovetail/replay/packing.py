@@ -233,7 +233,11 @@ class TokenTable:
             )
         first = self._traces[0]
         return RouteBatch(
-            _at(self._rows, flat), has_row, first.layer_ids, first.num_experts, int(is_missing.sum())
+            _at(self._rows, flat),
+            has_row,
+            first.layer_ids,
+            first.num_experts,
+            int(is_missing.sum()),
         )
 
     def traces(self, routes: RouteBatch, index: Tensor) -> list[RouteTrace]:

@@ -231,9 +231,7 @@ class Sequence:
         """
         captured = self.captured
         return (
-            captured is not None
-            and self.state in _LEAVING
-            and captured.planned < self.computed_len
+            captured is not None and self.state in _LEAVING and captured.planned < self.computed_len
         )
 
     def start(self, holding: Holding, epoch: int) -> None:
