@@ -92,7 +92,7 @@ class _WithGrad:
 
     A reentrant checkpoint runs its part of the forward without gradients and again in backward.
     It may be around the outermost module, too: then that is called without gradients on something
-    that has one.
+    that was computed with them.
     """
 
     def __init__(self) -> None:
@@ -102,8 +102,9 @@ class _WithGrad:
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._depth == 0:
             given = (*args, *kwargs.values())
-            has_grad = any(isinstance(part, Tensor) and part.requires_grad for part in given)
-            self.is_on = torch.is_grad_enabled() or has_grad
+            # Not requires_grad, which a hook may set on embeddings in any forward.
+            has_graph = any(isinstance(part, Tensor) and part.grad_fn is not None for part in given)
+            self.is_on = torch.is_grad_enabled() or has_graph
         self._depth += 1
 
     def leave(self, module: nn.Module, args: object, output: object) -> None:
