@@ -253,6 +253,29 @@ def test_rows_that_have_left_are_not_sent_twice(qwen3_moe_folder, new_tensors):
     assert (first.epoch, first.num_recomputed) == (0, 1)
 
 
+def test_rows_that_were_not_read_again_are_not_said_to_be_the_same(
+    qwen3_moe_folder, new_tensors, qwen3_moe_oracle, new_oracle
+):
+    """An abort while the text is computed again under the new weights."""
+    harness = Updated(
+        qwen3_moe_folder, depth=0, page_size=4, chunk_size=8, context_len=80, capture=("experts",)
+    )
+    request_id = harness.add(PROMPTS[1], capture=("experts",), max_new_tokens=20, ignore_eos=True)
+    while len(harness.outputs[request_id].token_ids) < 4:
+        harness.step()
+    harness.refit(new_tensors)
+    for _ in range(3):
+        harness.step()
+    harness.abort(request_id)
+    output = harness.run()[request_id]
+    ids = [*PROMPTS[1], *output.token_ids]
+    old, new = (oracle.router_ids(ids).expert_ids for oracle in (qwen3_moe_oracle, new_oracle))
+    differs = (old != new).any((1, 2))
+    for span in output.spans["experts"]:
+        want = int(differs[span.start : span.end].sum()) if span.num_recomputed else 0
+        assert span.num_differing == want, span
+
+
 # -- what will not do changes nothing -------------------------------------------------------------
 
 
@@ -335,6 +358,33 @@ def test_without_room_for_a_second_copy_the_old_ones_are_served(served, new_tens
         patch.setattr(torch, "empty_like", full)
         with pytest.raises(RequestError, match=r"no room for [0-9,]+ bytes; start the engine"):
             engine.refit(new_tensors)
+    assert same(ask(engine), want)
+
+
+def test_no_version_comes_after_the_last(qwen3_moe_folder, new_tensors):
+    with open_engine(qwen3_moe_folder) as engine:
+        assert engine.refit(new_tensors, version=2**31 - 1) == 2**31 - 1
+        with pytest.raises(RequestError, match="version: "):
+            engine.refit(new_tensors)
+        [generation] = engine.generate([5], SamplingParams(max_new_tokens=1))
+    assert generation.weight_versions == (2**31 - 1,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: list(tensors.values()),
+        lambda tensors: list(tensors),
+        lambda tensors: torch.nn.Linear(2, 2),
+        lambda tensors: None,
+        lambda tensors: tensors | {5: torch.ones(2)},
+    ],
+    ids=["tensors alone", "names alone", "a module", "None", "a number for a name"],
+)
+def test_what_is_no_pairs_of_names_and_tensors_is_named(change, served, new_tensors):
+    engine, want = served
+    with pytest.raises(RequestError, match="named_parameters"):
+        engine.refit(change(new_tensors))
     assert same(ask(engine), want)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+MAX_VERSION = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refit:

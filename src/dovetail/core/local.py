@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits  # pyright: ignore[reportMissingType
 from dovetail.cache.groups import PagedGroup
 from dovetail.cache.ledger import KVLedger
 from dovetail.config.schema import EngineConfig
-from dovetail.core.control import Refit
+from dovetail.core.control import MAX_VERSION, Refit
 from dovetail.core.loop import EngineLoop
 from dovetail.core.mailbox import Deliver, Inbox, Outbox
 from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, Progress, health_of
@@ -40,7 +40,6 @@ from dovetail.wire.status import EngineStats, Health
 
 LOADING = "loading weights"
 REFIT_POLL_SECONDS = 0.5
-MAX_VERSION = 2**31 - 1
 
 
 class LocalEngine:

@@ -7,7 +7,7 @@ next one is planned; 0 is synchronous and 1 is overlap, with the same code.
 import time
 from collections import deque
 
-from dovetail.core.control import Refit
+from dovetail.core.control import MAX_VERSION, Refit
 from dovetail.core.mailbox import Inbox, Outbox
 from dovetail.errors import EngineClosed, EngineError, RequestError
 from dovetail.exec.pending import PendingStep, StepExecutor
@@ -104,6 +104,11 @@ class EngineLoop:
                 RequestError(
                     "version", f"is {version}, and {epoch} is served; give a larger one, or none"
                 )
+            )
+            return
+        if version > MAX_VERSION:
+            message.done.set_exception(
+                RequestError("version", f"{epoch} is served, and no version is larger; start anew")
             )
             return
         self._drain()

@@ -90,6 +90,10 @@ class Comparison:
         _expect(len(self.sequences) > 0, "there are no sequences")
         names = self.arm_names
         _expect(len(names) > 0, "there are no arms")
+        _expect(
+            not self.layer_ids or self.num_experts_per_tok > 0,
+            f"num_experts_per_tok is {self.num_experts_per_tok}, though there are routes",
+        )
         for number, sequence in enumerate(self.sequences):
             where = f"sequence {number}"
             _expect(list(sequence.arms) == names, f"{where} has the arms {list(sequence.arms)}")
@@ -104,10 +108,14 @@ class Comparison:
                 (overlap is not None) == bool(self.layer_ids),
                 f"{where}: overlap and layer_ids belong together",
             )
+            if overlap is None:
+                continue
             _expect(
-                overlap is None or (overlap.ndim == 2 and overlap.shape[1] == len(self.layer_ids)),
+                overlap.ndim == 2 and overlap.shape[1] == len(self.layer_ids),
                 f"{where}: overlap is not [rows, {len(self.layer_ids)} layers]",
             )
+            most, k = int(overlap.max(initial=0)), self.num_experts_per_tok
+            _expect(most <= k, f"{where}: overlap of {most} experts of {k}")
 
     @classmethod
     def of_arrays(
@@ -255,6 +263,7 @@ class Comparison:
             raise ValueError(f"this is no comparison: {error}") from None
         _expect(file.format == FORMAT, f"this is a {file.format!r}, no {FORMAT}")
         _expect(file.version == VERSION, f"version {file.version}; this reads {VERSION}")
+        _expect(len(set(file.arms)) == len(file.arms), "an arm is named twice")
         layers = len(file.layer_ids)
         sequences: list[ComparedSequence] = []
         for number, one in enumerate(file.sequences):

@@ -66,6 +66,9 @@ class CaptureFileClient:
             event = reply.readline().removeprefix(b"data: ")
             self.info = msgspec.json.decode(event, type=FileInfo)
             self._bytes = np.memmap(self.info.path, dtype=np.uint8, mode="r")
+        except msgspec.DecodeError:
+            self.close()
+            raise CaptureFileError("the server ended before it told of the file") from None
         except BaseException as error:
             self.close()
             if not isinstance(error, OSError):
@@ -90,7 +93,8 @@ class CaptureFileClient:
             Column name -> [rows, ...]; empty if the reply has none.
 
         Raises:
-            CaptureFileError: the slot has been given back before.
+            CaptureFileError: the slot has been given back before. A server that has ended is no
+                error: its slots need not be given back.
         """
         columns = {name: rows.copy() for name, rows in self._views(meta_info).items()}
         self._acknowledge(meta_info)
@@ -138,7 +142,10 @@ class CaptureFileClient:
         assert transport.slot is not None and transport.generation is not None
         slot = FileSlot(slot=transport.slot, generation=transport.generation)
         body = {"capture_file": self.name, "slots": [slot]}
-        connection, _ = self._post("/acknowledge_capture", body)
+        try:
+            connection, _ = self._post("/acknowledge_capture", body)
+        except ConnectionError:
+            return  # the server has ended, and its slots with it; what it wrote is still mapped
         connection.close()
 
     def _post(

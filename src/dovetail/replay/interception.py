@@ -76,8 +76,10 @@ def open_routers(found: Routers, context: Context) -> Generator[None]:
     """Wrap the routers of a model while open."""
     with ExitStack() as stack:
         with_grad = _WithGrad()
-        for module in found.ancestors:
-            stack.callback(module.register_forward_pre_hook(with_grad.enter).remove)
+        # Each once: a trainer may call the model, or the layers by themselves.
+        for module in dict.fromkeys(part for router in found.routers for part in router.around):
+            enter = module.register_forward_pre_hook(with_grad.enter, with_kwargs=True)
+            stack.callback(enter.remove)
             leave = module.register_forward_hook(with_grad.leave, always_call=True)
             stack.callback(leave.remove)
         for place, router in enumerate(found.routers):
@@ -89,15 +91,20 @@ class _WithGrad:
     """Whether the model was called with gradients, seen from inside a checkpoint, which has none.
 
     A reentrant checkpoint runs its part of the forward without gradients and again in backward.
+    It may be around the outermost module, too: then that is called without gradients on something
+    that was computed with them.
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self._depth = 0
 
-    def enter(self, module: nn.Module, args: object) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._depth == 0:
-            self.is_on = torch.is_grad_enabled()
+            given = (*args, *kwargs.values())
+            # Not requires_grad, which a hook may set on embeddings in any forward.
+            has_graph = any(isinstance(part, Tensor) and part.grad_fn is not None for part in given)
+            self.is_on = torch.is_grad_enabled() or has_graph
         self._depth += 1
 
     def leave(self, module: nn.Module, args: object, output: object) -> None:

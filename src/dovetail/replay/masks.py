@@ -102,9 +102,11 @@ def masked_logprobs(
         raise ValueError(
             f"{num_rows} rows of logits, {len(targets_R)} targets, a mask of {mask.num_rows}"
         )
-    if len(mask.ids_Z) and int(mask.ids_Z.max()) >= vocab_size:
-        raise ValueError(f"the mask has id {int(mask.ids_Z.max())}; {vocab_size} logits")
-    if temperature <= 0:
+    if len(mask.ids_Z):
+        for end in mask.ids_Z.aminmax():
+            if not 0 <= int(end) < vocab_size:
+                raise ValueError(f"the mask has id {int(end)}; {vocab_size} logits")
+    if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; a greedy draw has a support of one token")
     lengths = mask.lengths
     row_Z = torch.arange(num_rows, device=lengths.device).repeat_interleave(lengths)

@@ -95,8 +95,14 @@ def measure_mismatch(
         seed: of the resampling.
 
     Raises:
-        ValueError: shapes differ, no token counts, or a logprob that counts is not finite.
+        ValueError: shapes differ, no token counts, a logprob that counts is not finite, or an
+            option measures nothing.
     """
+    _expect(num_resamples > 0, f"num_resamples is {num_resamples}")
+    is_told_apart = len({f"{tau:g}" for tau in taus}) == len(taus)
+    _expect(
+        is_told_apart and all(tau > 1 for tau in taus), f"taus are {taus}; give some above 1, once"
+    )
     chosen = _Tokens.of(train, rollout, mask, sequences)
     diff = chosen.train - chosen.rollout
     sums = SequenceSums.of(chosen, diff, tuple(taus))

@@ -159,8 +159,7 @@ class TokenTable:
         """
         index = index.cpu()
         ends = torch.tensor(self.begins[1:], dtype=torch.int64)
-        at = index.clamp(min=0)
-        is_last = at + 1 == ends[self.sequence_T[at]]
+        is_last = index + 1 == _at(ends[self.sequence_T], index)
         return torch.where((index < 0) | is_last, -1, index + 1)
 
     # -- columns, in the order of an index -------------------------------------------------
@@ -188,7 +187,7 @@ class TokenTable:
             f"{len(flat)} values for {len(self.tokens_T)} tokens; give one a token",
         )
         index = index.to(flat.device)
-        out = flat[index.clamp(min=0)]
+        out = _at(flat, index)
         is_pad = (index < 0).reshape(index.shape + (1,) * (out.ndim - index.ndim))
         return out.masked_fill(is_pad, fill)
 
@@ -221,8 +220,7 @@ class TokenTable:
         is_pad = flat < 0
         if input_ids is not None:
             self._compare(flat, input_ids.cpu().reshape(-1))
-        at = flat.clamp(min=0)
-        has_row = self._has_row[at] & ~is_pad
+        has_row = _at(self._has_row, flat) & ~is_pad
         is_missing = ~has_row & ~is_pad & (self.next(flat) >= 0)
         if missing == "error" and bool(is_missing.any()):
             token = int(flat[is_missing][0])
@@ -235,7 +233,11 @@ class TokenTable:
             )
         first = self._traces[0]
         return RouteBatch(
-            self._rows[at], has_row, first.layer_ids, first.num_experts, int(is_missing.sum())
+            _at(self._rows, flat),
+            has_row,
+            first.layer_ids,
+            first.num_experts,
+            int(is_missing.sum()),
         )
 
     def traces(self, routes: RouteBatch, index: Tensor) -> list[RouteTrace]:
@@ -256,7 +258,7 @@ class TokenTable:
         tokens = cast(list[int], self.tokens_T.tolist())  # pyright: ignore[reportUnknownMemberType]
         return [
             RouteTrace.of_tokens(
-                rows[begin : end - 1],
+                rows[begin : max(end - 1, begin)],
                 tokens[begin:end],
                 layer_ids=routes.layer_ids,
                 num_experts=routes.num_experts,
@@ -266,13 +268,20 @@ class TokenTable:
 
     def _compare(self, flat: Tensor, input_ids: Tensor) -> None:
         _expect(len(input_ids) == len(flat), f"{len(input_ids)} input_ids, an index of {len(flat)}")
-        differs = (flat >= 0) & (self.tokens_T[flat.clamp(min=0)] != input_ids)
+        differs = (flat >= 0) & (_at(self.tokens_T, flat) != input_ids)
         if bool(differs.any()):
             at = int(torch.nonzero(differs)[0])
             raise ReplayError(
                 f"place {at} of input_ids is token {int(input_ids[at])}, the index says "
                 f"{int(self.tokens_T[flat[at]])}: send the index through the same code as the ids"
             )
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """Return the values at an index, and anything at pads; a batch may have nothing else."""
+    if not len(values) and bool((index < 0).all()):
+        return values.new_zeros((*index.shape, *values.shape[1:]))
+    return values[index.clamp(min=0)]
 
 
 def _validate(sequences: Sequence[Sequence[int]], traces: Sequence[RouteTrace]) -> None:

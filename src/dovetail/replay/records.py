@@ -10,6 +10,7 @@ Shape legend: T rows (one a token that was an input), L MoE layers, K experts of
 
 import base64
 import hashlib
+import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from dovetail.wire.capture import CaptureSpan, expert_dtype
 MAGIC = b"dovetail.routes\x01"
 _LENGTH = struct.Struct("<Q")
 DIGEST_BYTES = 16
+MAX_LENGTH = 2**31 - 1
 
 Ids = NDArray[np.unsignedinteger[Any]]
 
@@ -85,6 +87,7 @@ class RouteTrace:
     def __post_init__(self) -> None:
         ids, layer_ids = self.ids, self.layer_ids
         _expect(ids.ndim == 3, f"ids have {ids.ndim} axes; give [rows, layers, experts of a token]")
+        _expect(self.num_experts > 0, f"num_experts is {self.num_experts}")
         want = expert_dtype(self.num_experts)
         _expect(ids.dtype == want, f"ids are {ids.dtype}; {self.num_experts} experts need {want}")
         _expect(ids.flags.c_contiguous, "ids are not in C order")
@@ -294,7 +297,7 @@ class RouteTrace:
         """Return the trace of a header and its raw ids."""
         _expect(header.dtype in ("uint8", "uint16"), f"dtype is {header.dtype!r}")
         dtype = np.dtype(header.dtype).newbyteorder("<")
-        size = int(np.prod(header.shape, dtype=np.int64)) * dtype.itemsize
+        size = _num_ids(header.shape) * dtype.itemsize
         _expect(len(data) == size, f"{len(data)} bytes of ids; the shape needs {size}")
         try:
             digest = bytes.fromhex(header.token_digest)
@@ -306,6 +309,13 @@ class RouteTrace:
         return RouteTrace(
             ids, header.layer_ids, header.num_experts, header.start, header.spans, digest
         )
+
+
+def _num_ids(shape: tuple[int, ...]) -> int:
+    """Return the ids of a shape that somebody else has written."""
+    is_shape = all(0 <= length <= MAX_LENGTH for length in shape)
+    _expect(is_shape, f"shape is {shape}; give lengths from 0 to {MAX_LENGTH}")
+    return math.prod(shape)
 
 
 def _of_base64(data: str | bytes) -> bytes:
@@ -378,7 +388,7 @@ def from_vllm(
     data = value["data"]
     raw = _of_base64(data) if isinstance(data, str) else bytes(data)
     shape = tuple(int(n) for n in cast(Sequence[int], value["shape"]))
-    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    size = _num_ids(shape) * np.dtype(dtype).itemsize
     _expect(len(shape) == 3 and len(raw) == size, f"{len(raw)} bytes do not fill shape {shape}")
     return _of_all_layers(
         np.frombuffer(raw, dtype=np.dtype(dtype).newbyteorder("<")).reshape(shape),

@@ -48,7 +48,8 @@ def truncated_weights(
     if cap <= 0:
         raise ValueError(f"cap is {cap}; give a number above 0")
     ratio = _log_ratio(train, rollout, mask, level, sequences).exp()
-    return ratio.clamp(max=cap) * mask.to(ratio.dtype)
+    # where, not a product, here and below: a ratio may be nan, or out of a half's range.
+    return torch.where(mask.bool(), ratio.clamp(max=cap), 0.0)
 
 
 def masked_weights(
@@ -80,7 +81,7 @@ def masked_weights(
     if veto is not None:
         own = _log_ratio(train, rollout, mask, "token", sequences).exp()
         keep = keep & (_sums((own < veto) & mask.bool(), sequences) == 0)
-    return ratio * keep.to(ratio.dtype)
+    return torch.where(keep, ratio, 0.0)
 
 
 def _log_ratio(

@@ -227,14 +227,11 @@ class Sequence:
     def needs_readout(self) -> bool:
         """True while captured columns are still to be read before the memory goes.
 
-        Memory in which no row was computed that is not recorded already need not be read.
+        Rows that are recorded already are read, too: whether they came out the same is told.
         """
         captured = self.captured
         return (
-            captured is not None
-            and self.state in _LEAVING
-            and captured.recorded < self.computed_len
-            and captured.planned < self.computed_len
+            captured is not None and self.state in _LEAVING and captured.planned < self.computed_len
         )
 
     def start(self, holding: Holding, epoch: int) -> None:

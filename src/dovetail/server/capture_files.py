@@ -50,7 +50,11 @@ class CaptureFile:
     def __init__(self, path: Path, *, num_slots: int, slot_bytes: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o600)
-        os.ftruncate(self._descriptor, num_slots * slot_bytes)  # takes memory where it is written
+        try:
+            os.ftruncate(self._descriptor, num_slots * slot_bytes)  # memory comes with writing
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         self.info = FileInfo(
             capture_file=path.name, path=str(path), num_slots=num_slots, slot_bytes=slot_bytes
         )

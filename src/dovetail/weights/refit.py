@@ -20,6 +20,7 @@ from dovetail.weights.mapping import Piece
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Weights by their Hugging Face names, such as ``model.named_parameters()`` gives them."""
 
+_PAIRS = "give pairs of a name and a tensor, such as model.named_parameters() has"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -95,8 +96,14 @@ def _beside(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 def _by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
     pairs: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    if not isinstance(pairs, Iterable):
+        raise RequestError("named_tensors", f"is a {type(pairs).__name__}; {_PAIRS}")
     tensors: dict[str, Tensor] = {}
-    for name, tensor in pairs:
+    for number, pair in enumerate(pairs):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            what = type(pair).__name__
+            raise RequestError("named_tensors", f"has a {what} at place {number}; {_PAIRS}")
+        name, tensor = pair
         if name in tensors:
             raise RequestError(name, "is given twice; which one is meant?")
         _check_kind(name, tensor)

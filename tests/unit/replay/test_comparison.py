@@ -124,6 +124,9 @@ def _file(tmp_path: Path) -> dict:
             lambda f: f | {"sequences": [f["sequences"][0] | {"rollout": b"abc"}]},
             "sequence 0 has bytes missing",
         ),
+        (lambda f: f | {"arms": ["live", "live"]}, "an arm is named twice"),
+        (lambda f: f | {"num_experts_per_tok": 1}, "sequence 0: overlap of 2 experts of 1"),
+        (lambda f: f | {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
     ],
 )
 def test_a_file_that_does_not_hold_together_is_refused(tmp_path: Path, spoil, message) -> None:
@@ -148,6 +151,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
         ({"layer_ids": (1, 2)}, r"overlap is not \[rows, 2 layers\]"),
         ({"arms": {"live": [[0.1], [0.2, 0.1], [0.3]]}}, r"sequence 1: live is \(2,\)"),
         ({"masks": [[1], [1], [1, 0]]}, r"sequence 2: mask is \(2,\)"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(change, message) -> None:
@@ -156,6 +160,7 @@ def test_arrays_that_do_not_fit_are_refused(change, message) -> None:
         "starts": [1, 1, 1],
         "overlaps": [np.ones((1, 3))] * 3,
         "layer_ids": LAYERS,
+        "num_experts_per_tok": K,
     }
     Comparison.of_arrays([[-1.0]] * 3, **fields)
     with pytest.raises(ValueError, match=message):

@@ -108,6 +108,18 @@ def test_rows_may_be_chosen_in_any_order(rows, data):
             "temperature is 0.0",
         ),
         (
+            lambda logits, mask: masked_logprobs(
+                logits, torch.tensor([0, 4]), mask, temperature=float("nan")
+            ),
+            "temperature is nan",
+        ),
+        (
+            lambda logits, mask: masked_logprobs(
+                logits, torch.tensor([0, 4]), SamplingMask.of_rows([[], [4, -1]])
+            ),
+            "the mask has id -1; 12 logits",
+        ),
+        (
             lambda logits, mask: SamplingMask(mask.ids_Z, mask.offsets[:-1]),
             "offsets must ascend from 0 to 3",
         ),

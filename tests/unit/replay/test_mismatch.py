@@ -146,3 +146,16 @@ def test_what_cannot_be_measured_is_refused(arguments, message):
     names = ("train", "rollout", "mask", "sequences")
     with pytest.raises(ValueError, match=message):
         measure_mismatch(**dict(zip(names, arguments, strict=False)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_resamples": 0}, "num_resamples is 0"),
+        ({"taus": (1.1, 1.1000001)}, "taus"),
+        ({"taus": (0.0,)}, "taus"),
+    ],
+)
+def test_options_that_measure_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        measure_mismatch([[-1.0]], [[-1.5]], **options)

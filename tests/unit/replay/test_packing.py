@@ -270,3 +270,23 @@ def test_a_batch_of_routes_that_does_not_hold_together_is_refused(change, messag
     RouteBatch(**fields)
     with pytest.raises(ReplayError, match=message):
         RouteBatch(**fields | change)
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 1), (2, 0, 2)])
+def test_a_sequence_without_tokens_is_one_like_the_others(lengths):
+    sequences = some_sequences(list(lengths))
+    given = [some_trace(sequence, seed) for seed, sequence in enumerate(sequences)]
+    table = TokenTable(sequences, given)
+    index = pad_right(table.indices())
+    got = table.traces(table.routes(index), index)
+    assert [trace.num_rows for trace in got] == [max(n - 1, 0) for n in lengths]
+    for mine, theirs in zip(got, given, strict=True):
+        np.testing.assert_array_equal(mine.ids, theirs.ids)
+
+
+def test_a_batch_of_pads_alone_needs_no_tokens():
+    table = TokenTable([[]], [some_trace([], 0)])
+    index = pad_right(table.indices(), width=2)
+    assert table.tokens(index, fill=7).tolist() == [[7, 7]]
+    assert table.next(index).tolist() == [[-1, -1]]
+    assert table.routes(index).has_row_N.tolist() == [False, False]

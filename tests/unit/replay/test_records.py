@@ -223,6 +223,25 @@ def test_vllm_rows(dtype, as_text):
             from_vllm(less, tokens(10), layer_ids=LAYERS, num_experts=8)
 
 
+@pytest.mark.parametrize("shape", [(-1, -1, 6), (2**32, 2**32, 0), (2**32, 2**32, 1)])
+def test_shapes_that_are_none_are_refused(shape):
+    trace = some_trace(1)
+    data = b"" if max(shape) > 6 else trace.ids.tobytes()
+    header = msgspec.structs.replace(trace.header, shape=shape)
+    with pytest.raises(TraceError, match="shape"):
+        RouteTrace.from_header(header, data)
+    value = {"data": data, "shape": shape, "dtype": "uint8"}
+    with pytest.raises(TraceError, match="shape"):
+        from_vllm(value, tokens(2), layer_ids=LAYERS, num_experts=8)
+
+
+@pytest.mark.parametrize("num_experts", [0, -1])
+def test_a_model_without_experts_has_no_trace(num_experts):
+    header = msgspec.structs.replace(some_trace(1).header, num_experts=num_experts)
+    with pytest.raises(TraceError, match=f"num_experts is {num_experts}"):
+        RouteTrace.from_header(header, some_trace(1).ids.tobytes())
+
+
 def test_a_header_is_plain_json():
     header = msgspec.json.decode(msgspec.json.encode(some_trace(2).header))
     assert header == {

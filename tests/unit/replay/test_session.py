@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dovetail.replay.errors import ReplayError
 from dovetail.replay.layout import micro_batches, pack, pad_left, pad_right
@@ -166,6 +167,40 @@ def test_the_base_model_called_by_itself_is_watched_too(model, session, routes):
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ReplayError, match="backward has not passed"), session.replay(routes):
         model.model(input_ids=IDS)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_around_the_model_or_its_layers_owes_a_backward_too(
+    model, session, routes, whole
+):
+    """Reentrant, and called by the trainer: the model itself is not called with gradients."""
+
+    def layers(hidden: Tensor) -> Tensor:
+        positions = torch.arange(IDS.shape[1])[None]
+        angles = model.model.rotary_emb(hidden, positions)
+        for layer in model.model.layers:
+            hidden = checkpoint(
+                lambda x, layer=layer: layer(x, position_embeddings=angles),
+                hidden,
+                use_reentrant=True,
+            )
+        return hidden
+
+    def all_at_once(hidden: Tensor) -> Tensor:
+        run = lambda x: model(inputs_embeds=x, use_cache=False).logits  # noqa: E731
+        return checkpoint(run, hidden, use_reentrant=True)
+
+    run = all_at_once if whole else layers
+    with session.replay(routes):
+        run(model.model.embed_tokens(IDS)).sum().backward()
+    with pytest.raises(ReplayError, match="backward has not passed"), session.replay(routes):
+        run(model.model.embed_tokens(IDS))
+
+
+def test_embeddings_that_a_hook_lets_have_gradients_owe_no_backward(model, session, routes):
+    """As ``enable_input_require_grads`` does in any forward, here of an inner model."""
+    with session.replay(routes), torch.no_grad():
+        model(inputs_embeds=model.model.embed_tokens(IDS).requires_grad_(), use_cache=False)
 
 
 def test_a_forward_without_gradients_needs_no_backward(model, session, routes):

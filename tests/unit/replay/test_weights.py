@@ -79,6 +79,21 @@ def test_weights_carry_no_gradient_and_ignore_what_is_masked_out():
             assert weights.tolist() == [[pytest.approx(math.exp(0.1)), 0.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_huge_ratio_is_outside_in_any_dtype(dtype):
+    train, rollout = torch.tensor([[-1.0, -1.0]], dtype=dtype), torch.tensor([[-14.0, -1.0]])
+    mask = torch.ones(1, 2)
+    assert masked_weights(train, rollout, mask).tolist() == [[0.0, 1.0]]
+    assert truncated_weights(train, rollout, mask).tolist() == [[2.0, 1.0]]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_masked_out_weighs_nothing_beside_a_token_that_is_no_number(level):
+    train, rollout = torch.tensor([[math.nan, -1.0]]), torch.full((1, 2), -1.0)
+    for weigh in (truncated_weights, masked_weights):
+        assert weigh(train, rollout, torch.tensor([[1, 0]]), level=level)[0, 1] == 0
+
+
 def test_a_huge_ratio_is_clamped_before_it_overflows():
     train = torch.full((1, 5000), 0.5)
     weights = truncated_weights(

@@ -229,6 +229,20 @@ def test_files_and_slots_are_bounded(folder: CaptureFolder) -> None:
     assert folder.register(1, ROW_BYTES)
 
 
+def test_a_file_for_which_there_is_no_room_leaves_nothing_open(folder: CaptureFolder) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        for _ in range(3):
+            with pytest.raises(CapacityError, match="cannot be made"):
+                folder.register(1, ROW_BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert folder.register(1, ROW_BYTES)
+
+
 # -- the folder ------------------------------------------------------------------------------
 
 KILLED = """
