@@ -117,6 +117,7 @@ def test_every_row_is_that_of_a_forward(case, request):
     assert seen["unsure"] < 0.002 * seen["rows"]
     for name in ("page", "chunk", "prompt end", "last row"):
         assert seen[name] > 15, name
+    assert seen["seam"] > 0
     assert seen["cache end"] > 0 or not case["prefix_cache"]
     retractions = seen["retractions"]
     assert {"never": retractions == 0, "often": retractions > 3, "tight": True}[case["retract"]]

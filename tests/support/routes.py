@@ -59,6 +59,9 @@ def check_routes(
     named |= {name: range(step, end, step) for name, step in (borders or {}).items()}
     if output.usage and output.usage.cached_tokens:
         named["cache end"] = [output.usage.cached_tokens]
+    named["seam"] = [span.start for span in output.spans["experts"][1:]]
+    if start:  # of two turns
+        named["seam"].append(start)
     for name, positions in named.items():
         rows = sorted({p - start for border in positions for p in (border - 1, border)})
         rows = [row for row in rows if 0 <= row < len(got)]
