@@ -229,7 +229,9 @@ class SequenceSums:
 
         size, weight = np.abs(diff), np.exp(diff)
         # Less those of the first token: sums of what does not vary are 0 then, and no rounding.
-        p, q = (np.exp(logprobs) - np.exp(logprobs[0]) for logprobs in (tokens.train, tokens.rollout))
+        p, q = (
+            np.exp(logprobs) - np.exp(logprobs[0]) for logprobs in (tokens.train, tokens.rollout)
+        )
         each = {
             "n": np.ones_like(diff),
             "diff": diff,

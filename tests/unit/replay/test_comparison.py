@@ -136,7 +136,9 @@ def test_a_file_that_does_not_hold_together_is_refused(tmp_path: Path, spoil, me
         Comparison.load(tmp_path / "b")
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"not msgpack", b"\x81\xa1a" * 300, b"{}", b"\x01"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", b"not msgpack", b"\x81\xa1a" * 300, b"{}", b"\x01"]
+)
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "c").write_bytes(content)
     with pytest.raises(ValueError, match=r"^this is no comparison; Comparison\.save of"):
