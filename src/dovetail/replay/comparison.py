@@ -109,6 +109,13 @@ class Comparison:
                     values.shape == (size,),
                     f"{where}: {name} is {values.shape}, the rollout has {size} tokens",
                 )
+            for name, values in (("rollout", sequence.rollout), *sequence.arms.items()):
+                bad = int((~np.isfinite(values[sequence.mask])).sum())
+                _expect(
+                    bad == 0,
+                    f"{where}: {name} has {bad} logprobs that count and are not finite; leave them "
+                    "out by masks=, or look for what went wrong",
+                )
             overlap = sequence.overlap
             _expect(
                 (overlap is not None) == bool(self.layer_ids),
@@ -122,13 +129,6 @@ class Comparison:
             )
             most, k = int(overlap.max(initial=0)), self.num_experts_per_tok
             _expect(most <= k, f"{where}: overlap of {most} experts of {k}")
-            for name, values in (("rollout", sequence.rollout), *sequence.arms.items()):
-                bad = int((~np.isfinite(values[sequence.mask])).sum())
-                _expect(
-                    bad == 0,
-                    f"{where}: {name} has {bad} logprobs that count and are not finite; leave them "
-                    "out by masks=, or look for what went wrong",
-                )
         _expect(any(one.mask.any() for one in self.sequences), "no token counts; masks are empty")
 
     @classmethod

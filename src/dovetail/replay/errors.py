@@ -1,7 +1,8 @@
 # pyright: strict
 """What goes wrong in a replay.
 
-Owns one exception, and how a value of the wrong kind is called. A trace that does not hold together is a ``records.TraceError``.
+Owns one exception, and how a value of the wrong kind is called. A trace that does not hold
+together is a ``records.TraceError``.
 """
 
 

@@ -192,8 +192,8 @@ class TokenTable:
             fill: at pads.
 
         Raises:
-            ReplayError: there are not as many values as tokens, they are no tensors, or the index is
-            not of these tokens.
+            ReplayError: there are not as many values as tokens, they are no tensors, or the index
+                is not of these tokens.
         """
         flat = values if isinstance(values, Tensor) else _joined(values)
         _expect(

@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import torch
 
 from dovetail.replay.comparison import Comparison
 from dovetail.replay.mismatch import measure_mismatch
@@ -191,3 +190,8 @@ def test_tensors_may_carry_gradients() -> None:
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*none; make it first"):
         some_comparison().save(tmp_path / "none" / "a")
+
+
+def test_without_routes_logprobs_must_be_finite_as_well() -> None:
+    with pytest.raises(ValueError, match="sequence 0: rollout has 1 logprobs that count"):
+        Comparison.of_arrays([[-np.inf]], {"live": [[-1.0]]}, starts=[1])

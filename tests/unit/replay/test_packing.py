@@ -216,7 +216,7 @@ def test_a_missing_row_is_an_error_or_counted():
     assert routes.num_missing == 2 and int(routes.has_row_N.sum()) == 3 + 3
     assert table.routes(pad_right(table.indices([0]))).num_missing == 0
     for word in ("Live", None):  # a typo must not switch the check off
-        with pytest.raises(ReplayError, match='missing is .*; give "error" or "live"'):
+        with pytest.raises(ReplayError, match=r'missing is .*; give "error" or "live"'):
             table.routes(index, missing=word)
 
 
