@@ -12,6 +12,7 @@ from rich.progress import Progress
 import dovetail
 import grpo_r3
 import r3_mismatch
+from dovetail.replay.comparison import Comparison
 from dovetail.replay.mismatch import Mismatch, measure_mismatch
 from dovetail.replay.session import ReplaySession
 from r3 import arithmetic, levels, summary
@@ -111,6 +112,7 @@ def test_rounded_weights_are_few_and_near(trainer):
 def test_the_ladder_runs_and_judges(tmp_path, monkeypatch, capsys):
     report = tmp_path / "report.json"
     words = ["--tokens", "400", "--arms", "bf16", "int8", "noise 0.1", "--report", str(report)]
+    words += ["--comparisons", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["r3_mismatch.py", *words])
     assert r3_mismatch.main() == 0
     told = json.loads(report.read_text())
@@ -121,6 +123,13 @@ def test_the_ladder_runs_and_judges(tmp_path, monkeypatch, capsys):
     assert verdicts["R0", "noise 0.1: k3 on / off"] is True
     assert [passed for (level, _), passed in verdicts.items() if level != "R0"] == [None] * 6
     assert "too few tokens" in capsys.readouterr().out
+    comparison = Comparison.load(tmp_path / "noise-0.1.mismatch")
+    arm = told["arms"]["noise 0.1"]
+    assert comparison.measure("live").k3 == pytest.approx(arm["off"]["k3"], rel=1e-9)
+    assert comparison.measure("replayed").k3 == pytest.approx(arm["on"]["k3"], rel=1e-9)
+    assert comparison.routes()["router_diff"] == pytest.approx(arm["routing"]["router_diff"])
+    for one in comparison.sequences:  # the last sampled token was no input
+        assert len(one.overlap) == one.start + len(one.rollout) - 1
 
 
 def test_training_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
