@@ -231,7 +231,7 @@ class TokenTable:
         flat = self._checked(index).cpu().reshape(-1)
         is_pad = flat < 0
         if input_ids is not None:
-            self._compare(flat, input_ids.cpu().reshape(-1))
+            self._compare(flat, input_ids)
         has_row = _at(self._has_row, flat) & ~is_pad
         is_missing = ~has_row & ~is_pad & (self.next(flat) >= 0)
         if missing == "error" and bool(is_missing.any()):
@@ -292,7 +292,10 @@ class TokenTable:
         )
         return index
 
-    def _compare(self, flat: Tensor, input_ids: Tensor) -> None:
+    def _compare(self, flat: Tensor, input_ids: object) -> None:
+        if not isinstance(input_ids, Tensor):
+            raise ReplayError(f"input_ids is {kind_of(input_ids)}; give the model's int64 tensor")
+        input_ids = input_ids.cpu().reshape(-1)
         _expect(len(input_ids) == len(flat), f"{len(input_ids)} input_ids, an index of {len(flat)}")
         differs = (flat >= 0) & (_at(self.tokens_T, flat) != input_ids)
         if bool(differs.any()):

@@ -246,6 +246,8 @@ def test_an_index_that_is_none_is_refused():
     tokens[2] += 1
     with pytest.raises(ReplayError, match="place 2 of input_ids is token"):
         table.routes(torch.arange(4), input_ids=tokens)
+    with pytest.raises(ReplayError, match="input_ids is a list"):
+        table.routes(torch.arange(4), input_ids=tokens.tolist())
     with pytest.raises(ReplayError, match="3 input_ids, an index of 4"):
         table.routes(torch.arange(4), input_ids=tokens[:3])
     with pytest.raises(ReplayError, match="9 values for 10 tokens"):
