@@ -27,11 +27,11 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
-from capture_transport import transport
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
 import dovetail
+from benchmarks.capture_transport import transport
 from benchmarks.common import describe_run
 from dovetail.config.hub import locate_model
 from dovetail.core.routes import json_of, own_rows, sglang_rows

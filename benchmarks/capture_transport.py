@@ -210,7 +210,9 @@ def transport(rounds: int) -> list[Line]:
     with tempfile.TemporaryDirectory(dir=memory_folder()) as name:
         write_model(Path(name))
         process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", name], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "benchmarks.capture_transport", "--serve", name],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         try:

@@ -1,9 +1,17 @@
 """The examples in the documentation run, and what they assert holds."""
 
+import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+import dovetail
+from examples import demo
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/sampling.md", "docs/capture.md", "docs/replay.md", "docs/rl.md")
@@ -26,6 +34,34 @@ def test_examples_run(page: str) -> None:
     namespace: dict[str, object] = {}
     for line, code in blocks:
         exec(compile("\n" * line + code, page, "exec"), namespace)
+
+
+def test_the_routes_example_gets_rows_in_each_way() -> None:
+    """It starts its own server: SGLang's form, our own, and a file have the same rows."""
+    done = subprocess.run(
+        [sys.executable, "examples/routes.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for line in ("equal in both forms: True", "by a file: file, ", "equal by a file: True"):
+        assert line in done.stdout, done.stdout
+
+
+def test_the_demo_shows_the_experts_of_its_request() -> None:
+    """A cell for each MoE layer and token, with a first and a second choice."""
+    said = io.StringIO()
+    with dovetail.Engine(capture=("experts",)) as engine:
+        moe = engine.config.model.moe
+        demo.show_routes(Console(file=said, width=80), engine)
+    text = said.getvalue()
+    assert moe is not None and "the last token was sampled" in " ".join(text.split())
+    num_cells = 6 * len(moe.layer_ids)
+    assert text.count("\N{FULL BLOCK}") == text.count("\N{DARK SHADE}") == num_cells
+    assert text.count("\N{MIDDLE DOT}") == num_cells * (moe.num_experts - 2)
 
 
 def test_every_sampling_parameter_is_on_the_page() -> None:

@@ -2,6 +2,7 @@
 
 Overlap, chunks, pages, prefix hits, retractions, aborts and several samples, mixed: over 500
 requests. Rows may differ only where the router's choice is nearer to another than rounding is.
+Half of the requests ask for the weights of their experts as well.
 """
 
 from collections import Counter
@@ -62,7 +63,9 @@ def run_mixed(case: dict, folder, oracle) -> Counter[str]:
                 prompt = [*asked[before][0], *harness.outputs[before].token_ids, 7][:44]
             start = int(rng.integers(0, len(prompt) + 1)) if rng.random() < 0.3 else 0
             capture = CaptureParams(
-                columns=("experts",), start_len=start, interval=case["interval"]
+                columns=("experts", "expert_weights")[: 1 + len(asked) % 2],
+                start_len=start,
+                interval=case["interval"],
             )
             request_id = harness.add(
                 prompt,
@@ -117,6 +120,7 @@ def test_every_row_is_that_of_a_forward(case, request):
     assert seen["unsure"] < 0.002 * seen["rows"]
     for name in ("page", "chunk", "prompt end", "last row"):
         assert seen[name] > 15, name
+    assert seen["seam"] > 0 and seen["weights"] > seen["rows"] // 4
     assert seen["cache end"] > 0 or not case["prefix_cache"]
     retractions = seen["retractions"]
     assert {"never": retractions == 0, "often": retractions > 3, "tight": True}[case["retract"]]

@@ -17,6 +17,7 @@ from dovetail.capture.rows import StepRows
 from dovetail.capture.sidecar import Sidecar
 from dovetail.config.payload import sample_score_bytes
 from dovetail.exec import runner
+from dovetail.exec.device import CpuDevice, Device
 from dovetail.exec.kv import KVStore
 from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimDevice
@@ -31,6 +32,9 @@ PAD_TO = 8
 SEVEN_ROWS = sample_score_bytes(5) + 16 + 7 * len(LAYERS) * 4
 """A payload with room for seven rows."""
 PLAIN = {"ignore_eos": True, "temperature": 0.0}
+EACH_DEVICE = pytest.mark.parametrize(
+    "device", [CpuDevice, lambda: SimDevice(0)], ids=["cpu", "sim"]
+)
 
 
 def check_rows(output: Output, prompt_len: int, *, start: int = 0) -> None:
@@ -283,13 +287,22 @@ def read_rows_of_the_forward_before(monkeypatch) -> None:
     ],
     ids=lambda mutate: mutate.__name__,
 )
-def test_a_rule_that_is_switched_off_is_noticed(mutate, monkeypatch):
+@EACH_DEVICE
+def test_a_rule_that_is_switched_off_is_noticed(device, mutate, monkeypatch):
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
         for retract_every in (3, 7):
             # Read-outs in pieces, so that steps come in between.
-            stepper = stepper_of(depth=1, num_pages=24, max_payload_bytes=SEVEN_ROWS)
+            stepper = stepper_of(device(), depth=1, num_pages=24, max_payload_bytes=SEVEN_ROWS)
             check_traffic(stepper, retract_every=retract_every)
+
+
+@EACH_DEVICE
+def test_the_rules_hold_where_they_are_switched_off(device):
+    """The control: the same traffic, pool and payload, with every rule on."""
+    for retract_every in (3, 7):
+        stepper = stepper_of(device(), depth=1, num_pages=24, max_payload_bytes=SEVEN_ROWS)
+        check_traffic(stepper, retract_every=retract_every)
 
 
 # -- rows that nobody wrote ----------------------------------------------------------------------
@@ -319,9 +332,9 @@ def skip_a_layer(monkeypatch) -> None:
     monkeypatch.setattr(StepRows, "record", record)
 
 
-def check_faulty_traffic() -> int:
+def check_faulty_traffic(device: Device | None = None) -> int:
     """A request with a missing row ends with an error, has no rows, and hurts nobody else."""
-    stepper = stepper_of(depth=1, num_pages=24)
+    stepper = stepper_of(device, depth=1, num_pages=24)
     num_failed = 0
     for output, prompt_len, start in run_traffic(stepper, retract_every=7):
         if output.finish.type == "error":
@@ -337,9 +350,10 @@ def check_faulty_traffic() -> int:
 
 
 @pytest.mark.parametrize("fault", [lose_rows, skip_a_layer])
-def test_a_missing_row_is_an_error_of_its_request_alone(fault, monkeypatch):
+@EACH_DEVICE
+def test_a_missing_row_is_an_error_of_its_request_alone(device, fault, monkeypatch):
     fault(monkeypatch)
-    assert check_faulty_traffic() > 3
+    assert check_faulty_traffic(device()) > 3
 
 
 def serve_poison_as_zero(monkeypatch) -> None:
@@ -367,8 +381,9 @@ def do_not_poison_the_buffer(monkeypatch) -> None:
         (skip_a_layer, do_not_poison_the_buffer),
     ],
 )
-def test_poison_that_is_switched_off_is_noticed(fault, mutate, monkeypatch):
+@EACH_DEVICE
+def test_poison_that_is_switched_off_is_noticed(device, fault, mutate, monkeypatch):
     fault(monkeypatch)
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
-        check_faulty_traffic()
+        check_faulty_traffic(device())

@@ -219,6 +219,17 @@ class Oracle:
         gaps = steps[..., k - 1] if steps.shape[-1] == k else np.full(steps.shape[:-1], np.inf)
         return Routing(order_tle[..., :k], gaps, steps[..., : k - 1].min(axis=-1, initial=np.inf))
 
+    def router_weights(self, ids: Sequence[int], expert_ids: np.ndarray) -> np.ndarray:
+        """Return what the outputs of these experts ``[T, L, K]`` are weighted with, float64."""
+        _, router_tle = self._forward(tuple(ids), num_logits=1)
+        if router_tle is None:
+            raise ValueError("the model has no MoE layers")
+        chosen_tlk = np.take_along_axis(log_softmax(router_tle), expert_ids.astype(int), axis=-1)
+        weights_tlk = np.exp(chosen_tlk)
+        if self.model.config.get_text_config().norm_topk_prob:
+            weights_tlk /= weights_tlk.sum(axis=-1, keepdims=True)
+        return weights_tlk
+
     def last_logits(self, ids: Sequence[int]) -> np.ndarray:
         """Return the logits of the token after ``ids``, float32 ``[V]``; do not write to it."""
         return self._last(tuple(ids))[0]

@@ -32,7 +32,7 @@ def check_routes(
     """Compare all rows of ``experts``, and by name those on both sides of each border.
 
     Args:
-        output: with the column ``experts``.
+        output: with the column ``experts``; ``expert_weights`` is compared, too, if it is there.
         prompt: of the request.
         oracle: of the model.
         start: position of the first row that was asked for.
@@ -53,12 +53,24 @@ def check_routes(
     assert_same_routes(got, want, context=context)
     assert (np.diff(np.sort(got, axis=-1)) > 0).all(), f"{context}: an expert twice in a row"
     seen = Counter() if seen is None else seen
+    if "expert_weights" in output.captured:
+        assert output.starts["expert_weights"] == start
+        weights, ids = output.captured["expert_weights"], [*prompt, *output.token_ids][:end]
+        before = np.zeros((start, *got.shape[1:]), got.dtype)
+        want_weights = oracle.router_weights(ids, np.concatenate([before, got]))[start:]
+        np.testing.assert_allclose(
+            weights, want_weights, rtol=0, atol=ROUTER_NOISE, err_msg=f"{context}: weights"
+        )
+        seen["weights"] += weights.shape[0] * weights.shape[1]
     seen["rows"] += got.shape[0] * got.shape[1]
     seen["unsure"] += int((want.gaps < ROUTER_NOISE).sum())
     named = {"prompt end": [len(prompt)], "last row": [end]}
     named |= {name: range(step, end, step) for name, step in (borders or {}).items()}
     if output.usage and output.usage.cached_tokens:
         named["cache end"] = [output.usage.cached_tokens]
+    named["seam"] = [span.start for span in output.spans["experts"][1:]]
+    if start:  # of two turns
+        named["seam"].append(start)
     for name, positions in named.items():
         rows = sorted({p - start for border in positions for p in (border - 1, border)})
         rows = [row for row in rows if 0 <= row < len(got)]
