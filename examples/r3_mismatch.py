@@ -3,6 +3,8 @@
 
     python examples/r3_mismatch.py                      # all levels, 50,000 tokens an arm
     python examples/r3_mismatch.py --tokens 4000        # a look; too few to judge R1 and R2
+    python examples/r3_mismatch.py --arms bf16 --comparisons .
+    dovetail mismatch bf16.mismatch                     # one arm, measure by measure
 
 The rollout is the engine; the trainer is plain Hugging Face in float32, teacher-forced. Each arm
 samples answers, and the trainer computes their logprobs twice: with its own routers (off), and
@@ -32,6 +34,8 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 import dovetail
+from dovetail.replay.comparison import Comparison
+from dovetail.replay.live import LiveRouting
 from dovetail.replay.mismatch import TAUS, Mismatch, measure_mismatch, survival
 from dovetail.replay.packing import RouteBatch
 from dovetail.replay.session import ReplaySession
@@ -73,12 +77,19 @@ class Scores:
     sequence: list[torch.Tensor] = field(default_factory=list)
     train: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     routing: list[dict[str, float]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # of each sequence, its first sampled token
+    overlaps: list[torch.Tensor] = field(default_factory=list)  # [rows, layers] of each sequence
 
-    def add(self, batch: Batch, **train: torch.Tensor) -> None:
+    def add(self, batch: Batch, report: LiveRouting, **train: torch.Tensor) -> None:
         counts = batch.counts > 0
         first = BATCH * len(self.rollout)
         self.rollout.append(batch.rollout[counts])
         self.sequence.append(batch.sequence[counts] + first)
+        self.routing.append(report.summary())
+        self.starts += (counts.int().argmax(1) + 1).tolist()
+        count = len(batch.index)  # rows of the batch, which a model flattens
+        rows = zip(report.overlap_NL.chunk(count), report.has_row_N.chunk(count), strict=True)
+        self.overlaps += [overlap[has_row] for overlap, has_row in rows]
         for name, logprobs in train.items():
             self.train.setdefault(name, []).append(logprobs[counts])
 
@@ -93,6 +104,23 @@ class Scores:
     def pair(self) -> Pair:
         return Pair(off=self.mismatch("off"), on=self.mismatch("on"))
 
+    def comparison(self, title: str, session: ReplaySession) -> Comparison:
+        """Return what ``dovetail mismatch`` reads."""
+        lengths = torch.cat(self.sequence).unique_consecutive(return_counts=True)[1].tolist()
+        rollout, live, replayed = (
+            torch.cat(parts).split(lengths)
+            for parts in (self.rollout, self.train["off"], self.train["on"])
+        )
+        return Comparison.of_arrays(
+            rollout,
+            {"live": live, "replayed": replayed},
+            starts=self.starts,
+            overlaps=self.overlaps,
+            layer_ids=session.layer_ids,
+            num_experts_per_tok=session.num_experts_per_tok,
+            title=title,
+        )
+
     def mean_routing(self, name: str) -> float:
         return sum(one[name] for one in self.routing) / len(self.routing)
 
@@ -106,7 +134,7 @@ class Ladder:
     def __init__(self, folder: Path, *, num_tokens: int, seed: int, progress: Progress) -> None:
         self._folder = folder
         self._trainer = load_trainer(folder)
-        self._session = ReplaySession(self._trainer)
+        self.session = ReplaySession(self._trainer)
         self._problems = chosen_problems(
             -(-num_tokens // (PER_PROBLEM * arithmetic.ANSWER_LEN)), seed
         )
@@ -123,9 +151,8 @@ class Ladder:
         for batch in batches:
             with torch.no_grad():
                 live = batch.logprobs(self._trainer)
-            replayed, routing = batch.replayed(self._trainer, self._session)
-            scores.add(batch, off=live, on=replayed)
-            scores.routing.append(routing.summary())
+            replayed, routing = batch.replayed(self._trainer, self.session)
+            scores.add(batch, routing, off=live, on=replayed)
             self._progress.advance(task)
         self._progress.remove_task(task)
         return scores, batches
@@ -142,7 +169,7 @@ class Ladder:
         for batch in batches:
             for name, axis in wrong.items():
                 routes = _rolled(batch, axis)
-                logprobs, _ = batch.replayed(self._trainer, self._session, routes)
+                logprobs, _ = batch.replayed(self._trainer, self.session, routes)
                 scores.train.setdefault(name, []).append(logprobs[batch.counts > 0])
                 self._progress.advance(task)
         self._progress.remove_task(task)
@@ -150,9 +177,9 @@ class Ladder:
 
     def is_own_equal(self, batch: Batch) -> bool:
         """Replay what the trainer itself chose; True if the logprobs are the same bits."""
-        with torch.no_grad(), self._session.record() as recording:
+        with torch.no_grad(), self.session.record() as recording:
             live = batch.logprobs(self._trainer)
-        replayed, _ = batch.replayed(self._trainer, self._session, recording.routes)
+        replayed, _ = batch.replayed(self._trainer, self.session, recording.routes)
         return torch.equal(live, replayed)
 
     def share_installed(self, batch: Batch) -> float:
@@ -164,7 +191,7 @@ class Ladder:
 
         experts = [m for n, m in self._trainer.named_modules() if n.endswith("mlp.experts")]
         hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in experts]
-        batch.replayed(self._trainer, self._session)
+        batch.replayed(self._trainer, self.session)
         for hook in hooks:
             hook.remove()
         ids_NLK = torch.stack(seen, dim=1)
@@ -232,12 +259,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ROLLOUTS, default=list(ROLLOUTS))
     parser.add_argument("--model", type=Path, default=FOLDER, help="made by r3_train_toy.py")
     parser.add_argument("--report", type=Path, help="write all numbers there, as JSON")
+    parser.add_argument(
+        "--comparisons", type=Path, metavar="FOLDER", help="write ARM.mismatch of each arm there"
+    )
     parser.add_argument("--plots", type=Path, help="write survival curves of |D| there, as SVG")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     most = arithmetic.NUM_PROBLEMS * PER_PROBLEM * arithmetic.ANSWER_LEN
     if not 1 <= args.tokens <= most:
         parser.error(f"--tokens is {args.tokens}; there are problems for 1 to {most}")
+    if args.comparisons is not None and not args.comparisons.is_dir():
+        parser.error(f"--comparisons: there is no folder {args.comparisons}; make it first")
     return args
 
 
@@ -271,6 +303,11 @@ def main() -> int:
     if args.report is not None:
         write_report(args.report, pairs, scores, wrong, verdicts, seconds)
         console.print(f"wrote {args.report}")
+    if args.comparisons is not None:
+        for name, one in scores.items():
+            path = args.comparisons / f"{name.replace(' ', '-')}.mismatch"
+            one.comparison(f"rollout {name}", ladder.session).save(path)
+            console.print(f"wrote {path}")
     if plots is not None:
         curves = {name: _curves(one) for name, one in scores.items()}
         plots.draw_mismatch(curves, args.plots)

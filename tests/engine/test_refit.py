@@ -34,6 +34,7 @@ from tests.support.oracle import Oracle
 
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 NORM = "model.norm.weight"
+EMBED = "model.embed_tokens.weight"
 PROMPTS = [[(7 * i + j) % 250 + 3 for j in range(length)] for i, length in enumerate((5, 40, 17))]
 
 
@@ -308,7 +309,22 @@ BAD = {
     "no data": (with_tensor(NORM, torch.ones(64, device="meta")), NORM, "has no plain data"),
     "sparse": (with_tensor(NORM, torch.ones(64).to_sparse()), NORM, "has no plain data"),
     "twice": (lambda t: [*t.items(), (NORM, t[NORM])], NORM, "is given twice"),
-    "nothing": (lambda t: {}, "model.embed_tokens.weight", "is missing among"),
+    "nothing": (lambda t: {}, EMBED, "is missing among.*; none are given"),
+    "wrapped": (
+        lambda t: {f"module.{name}": tensor for name, tensor in t.items()},
+        EMBED,
+        r"; given is 'module\.model\.embed_tokens\.weight': take 'module\.' off the names",
+    ),
+    "compiled": (
+        lambda t: [(f"_orig_mod.{name}", tensor) for name, tensor in t.items()],
+        EMBED,
+        r"take '_orig_mod\.' off the names",
+    ),
+    "other names": (
+        lambda t: {f"{name}.x": tensor for name, tensor in t.items()},
+        EMBED,
+        r"; given are \d+, the first is '.*\.x'",
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 """From the engine's rollout to a trainer's replay, end to end on the toy of the examples."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from rich.progress import Progress
 import dovetail
 import grpo_r3
 import r3_mismatch
+from dovetail.replay.comparison import Comparison
 from dovetail.replay.mismatch import Mismatch, measure_mismatch
 from dovetail.replay.session import ReplaySession
 from r3 import arithmetic, levels, summary
@@ -105,12 +107,20 @@ def test_rounded_weights_are_few_and_near(trainer):
         assert (row - weight).abs().max() <= weight.abs().max() / (most - 1) * 1.001
 
 
+def assert_drawn(path: Path, *words: str) -> None:
+    """Matplotlib draws words as shapes, and leaves each as a comment."""
+    text = path.read_text()
+    assert text.rstrip().endswith("</svg>")
+    assert [word for word in words if f"<!-- {word} -->" not in text] == []
+
+
 # -- the scripts --------------------------------------------------------------------------------
 
 
 def test_the_ladder_runs_and_judges(tmp_path, monkeypatch, capsys):
-    report = tmp_path / "report.json"
+    report, plots = tmp_path / "report.json", tmp_path / "curves.svg"
     words = ["--tokens", "400", "--arms", "bf16", "int8", "noise 0.1", "--report", str(report)]
+    words += ["--comparisons", str(tmp_path), "--plots", str(plots)]
     monkeypatch.setattr("sys.argv", ["r3_mismatch.py", *words])
     assert r3_mismatch.main() == 0
     told = json.loads(report.read_text())
@@ -121,11 +131,19 @@ def test_the_ladder_runs_and_judges(tmp_path, monkeypatch, capsys):
     assert verdicts["R0", "noise 0.1: k3 on / off"] is True
     assert [passed for (level, _), passed in verdicts.items() if level != "R0"] == [None] * 6
     assert "too few tokens" in capsys.readouterr().out
+    assert_drawn(plots, "bf16", "int8", "noise 0.1", "replay off", "replay on")
+    comparison = Comparison.load(tmp_path / "noise-0.1.mismatch")
+    arm = told["arms"]["noise 0.1"]
+    assert comparison.measure("live").k3 == pytest.approx(arm["off"]["k3"], rel=1e-9)
+    assert comparison.measure("replayed").k3 == pytest.approx(arm["on"]["k3"], rel=1e-9)
+    assert comparison.routes()["router_diff"] == pytest.approx(arm["routing"]["router_diff"])
+    for one in comparison.sequences:  # the last sampled token was no input
+        assert len(one.overlap) == one.start + len(one.rollout) - 1
 
 
 def test_training_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     """Two steps of two arms; a second call runs the seed that is new, and nothing again."""
-    results = tmp_path / "results.jsonl"
+    results, plots = tmp_path / "results.jsonl", tmp_path / "curves.svg"
 
     def call(*seeds: str) -> list[dict]:
         words = ["--steps", "2", "--results", str(results), "--seeds", *seeds]
@@ -145,6 +163,9 @@ def test_training_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     assert results.read_text() == before
     assert [one["seed"] for one in call("5", "6")] == [5, 5, 6, 6]
     assert "2 paired seeds; three are needed" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--summary", "--plots", str(plots)])
+    grpo_r3.main()
+    assert_drawn(plots, "on", "off", "gradient norm", "reward")
 
 
 @pytest.mark.parametrize("arm", ["on+tis", "frozen"])

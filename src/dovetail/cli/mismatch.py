@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -49,6 +50,7 @@ ROUTES = {
 def run(args: argparse.Namespace) -> int:
     """Print the report of ``args.file``, and draw it where ``args.plot`` says."""
     comparison = _load(args.file)
+    _check_sequence(args, len(comparison.sequences))
     found = {
         arm: comparison.measure(arm, num_resamples=args.resamples) for arm in comparison.arm_names
     }
@@ -67,9 +69,18 @@ def _load(path: Path) -> Comparison:
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except ValueError as error:
+        raise ConfigError(str(path), str(error)) from None
+
+
+def _check_sequence(args: argparse.Namespace, count: int) -> None:
+    if args.sequence is None:
+        return
+    if args.plot is None:
+        raise ConfigError("--sequence", "is drawn in the figure alone; give --plot FILE.png, too")
+    if not 0 <= args.sequence < count:
         raise ConfigError(
-            str(path), f"{error}; Comparison.save of dovetail.replay.comparison writes one"
-        ) from None
+            "--sequence", f"is {args.sequence}; the file has {count} sequences, from 0"
+        )
 
 
 # -- the report ----------------------------------------------------------------------------------
@@ -121,28 +132,49 @@ def _print(comparison: Comparison, found: dict[str, Mismatch]) -> None:
     title = escape(comparison.title or "trainer against rollout")
     console.print(f"{title}: {first.num_tokens:,} tokens of {first.num_sequences:,} sequences")
     both = ratios(found)
-    table = Table("measure", title="mismatch", title_justify="left")
+    meanings = MEASURES | {
+        f"F({tau:g})": f"share of tokens off by more than {tau:g}x" for tau in first.tail
+    }
+    table = _table("mismatch")
+    table.add_column("measure", no_wrap=True)
     for arm in found:
-        table.add_column(arm, justify="right")
+        table.add_column(escape(arm), justify="right", overflow="fold")
     if both:
-        table.add_column(f"{' / '.join(reversed(list(found)))}", justify="right")
-    table.add_column("is", overflow="fold")
-    tail = {f"F({tau:g})": f"share of tokens off by more than {tau:g}x" for tau in first.tail}
-    for name, meaning in (MEASURES | tail).items():
+        table.add_column(
+            escape(" / ".join(reversed(list(found)))), justify="right", overflow="fold"
+        )
+    for name in meanings:
         cells = [
             _cell(_value(mismatch, name), mismatch.intervals.get(name))
             for mismatch in found.values()
         ]
         if both:
             cells.append(_cell(*both[name]) if name in both else "")
-        table.add_row(name, *cells, meaning)
+        table.add_row(name, *cells)
     console.print(table)
     routes = comparison.routes()
     if routes:
-        table = Table("routers", "live", "is", title="routes", title_justify="left")
-        for name, meaning in ROUTES.items():
-            table.add_row(name, f"{routes[name]:.4g}", meaning)
+        console.print()
+        table = _table("routes")
+        table.add_column("routers", no_wrap=True)
+        table.add_column("live", justify="right", overflow="fold")
+        for name in ROUTES:
+            table.add_row(name, f"{routes[name]:.4g}")
         console.print(table)
+        meanings |= ROUTES
+    console.print()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for name, meaning in meanings.items():
+        table.add_row(name, meaning)
+    console.print(table)
+
+
+def _table(title: str) -> Table:
+    """Return a table without frames: numbers of two arms and their ratio have to fit 80 columns."""
+    return Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
 
 
 def _value(mismatch: Mismatch, name: str) -> float:
@@ -150,10 +182,15 @@ def _value(mismatch: Mismatch, name: str) -> float:
 
 
 def _cell(value: float, interval: Interval | None) -> str:
+    if math.isnan(value):
+        return "undefined"
     shown = f"{value:.4g}"
     if interval is None:
         return shown
-    return escape(f"{shown} [{interval[0]:.3g}, {interval[1]:.3g}]")  # no markup of rich's
+    low, high = interval
+    if math.isnan(low) or math.isnan(high):  # some resamples have none of it
+        return f"{shown} (no interval)"
+    return escape(f"{shown} [{low:.2g},{high:.2g}]")  # without spaces it is not divided
 
 
 # -- the figure ----------------------------------------------------------------------------------
@@ -163,16 +200,13 @@ def draw(comparison: Comparison, path: Path, *, sequence: int | None = None) -> 
     """Write the figure.
 
     Raises:
-        ConfigError: matplotlib is missing, the sequence is none, or the file cannot be written.
+        ConfigError: matplotlib is missing, or the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("--plot", f"needs matplotlib, which is missing: {PLOT_INSTALL}") from None
-    count = len(comparison.sequences)
-    if sequence is not None and not 0 <= sequence < count:
-        raise ConfigError("--sequence", f"is {sequence}; the file has {count} sequences, from 0")
     has_routes = bool(comparison.layer_ids)
     figure = Figure(figsize=(8, 8 if has_routes else 4), layout="constrained")
     FigureCanvasAgg(figure)

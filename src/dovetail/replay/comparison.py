@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.replay.mismatch import Mismatch, measure_mismatch, survival
+from dovetail.replay.mismatch import Mismatch, as_array, measure_mismatch, survival
 
 FORMAT, VERSION = "dovetail.mismatch", 1
 
@@ -35,6 +35,11 @@ class _Sequence(msgspec.Struct, kw_only=True):
     arms: list[bytes]
     mask: bytes
     overlap: bytes
+
+
+class _Head(msgspec.Struct, kw_only=True):
+    format: str
+    version: int
 
 
 class _File(msgspec.Struct, kw_only=True):
@@ -78,7 +83,8 @@ class Comparison:
         title: what was compared, for people.
 
     Raises:
-        ValueError: the sequences do not have the same arms, or shapes do not fit.
+        ValueError: the sequences do not have the same arms, shapes do not fit, no token counts, or
+            a logprob that counts is not finite.
     """
 
     sequences: tuple[ComparedSequence, ...]
@@ -103,6 +109,13 @@ class Comparison:
                     values.shape == (size,),
                     f"{where}: {name} is {values.shape}, the rollout has {size} tokens",
                 )
+            for name, values in (("rollout", sequence.rollout), *sequence.arms.items()):
+                bad = int((~np.isfinite(values[sequence.mask])).sum())
+                _expect(
+                    bad == 0,
+                    f"{where}: {name} has {bad} logprobs that count and are not finite; leave them "
+                    "out by masks=, or look for what went wrong",
+                )
             overlap = sequence.overlap
             _expect(
                 (overlap is not None) == bool(self.layer_ids),
@@ -116,6 +129,7 @@ class Comparison:
             )
             most, k = int(overlap.max(initial=0)), self.num_experts_per_tok
             _expect(most <= k, f"{where}: overlap of {most} experts of {k}")
+        _expect(any(one.mask.any() for one in self.sequences), "no token counts; masks are empty")
 
     @classmethod
     def of_arrays(
@@ -130,10 +144,10 @@ class Comparison:
         num_experts_per_tok: int = 0,
         title: str = "",
     ) -> "Comparison":
-        """Make a comparison of lists with one array, or tensor on the CPU, a sequence.
+        """Make a comparison of lists with one array, or tensor, a sequence.
 
         Args:
-            rollout: logprobs [R] of each sequence.
+            rollout: logprobs [R] of each sequence; gradients are left alone.
             arms: the same of each forward of the trainer.
             starts: position of the first of these tokens.
             masks: [R], tokens that count; None is all of them.
@@ -153,19 +167,19 @@ class Comparison:
             )
         sequences: list[ComparedSequence] = []
         for number in range(len(rollout)):
-            own = np.asarray(rollout[number], dtype=np.float32)
-            mask = np.ones(len(own), bool) if masks is None else np.asarray(masks[number], bool)
+            own = as_array(rollout[number]).astype(np.float32)
+            mask = np.ones(len(own), bool) if masks is None else as_array(masks[number]) != 0
             sequences.append(
                 ComparedSequence(
                     start=starts[number],
                     rollout=own,
                     arms={
-                        name: np.asarray(values[number], dtype=np.float32)
+                        name: as_array(values[number]).astype(np.float32)
                         for name, values in arms.items()
                     },
                     mask=mask,
                     overlap=(
-                        None if overlaps is None else np.asarray(overlaps[number]).astype(np.uint8)
+                        None if overlaps is None else as_array(overlaps[number]).astype(np.uint8)
                     ),
                 )
             )
@@ -228,7 +242,14 @@ class Comparison:
     # -- the file ------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the file."""
+        """Write the file.
+
+        Raises:
+            OSError: it cannot be written, or its folder is missing.
+        """
+        folder = Path(path).parent
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{path}: there is no folder {folder}; make it first")
         file = _File(
             format=FORMAT,
             version=VERSION,
@@ -257,12 +278,19 @@ class Comparison:
             ValueError: the file is something else, or does not hold together.
             OSError: it cannot be read.
         """
+        data = Path(path).read_bytes()
         try:
-            file = msgspec.msgpack.decode(Path(path).read_bytes(), type=_File)
+            head = msgspec.msgpack.decode(data, type=_Head)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise ValueError(
+                "this is no comparison; Comparison.save of dovetail.replay.comparison writes one"
+            ) from None
+        _expect(head.format == FORMAT, f"this is a {head.format!r}, no {FORMAT}")
+        _expect(head.version == VERSION, f"version {head.version}; this reads {VERSION}")
+        try:
+            file = msgspec.msgpack.decode(data, type=_File)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"this is no comparison: {error}") from None
-        _expect(file.format == FORMAT, f"this is a {file.format!r}, no {FORMAT}")
-        _expect(file.version == VERSION, f"version {file.version}; this reads {VERSION}")
+            raise ValueError(f"this comparison does not hold together: {error}") from None
         _expect(len(set(file.arms)) == len(file.arms), "an arm is named twice")
         layers = len(file.layer_ids)
         sequences: list[ComparedSequence] = []

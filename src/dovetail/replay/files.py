@@ -25,7 +25,7 @@ Columns = dict[str, NDArray[np.generic]]
 
 
 class CaptureFileError(Exception):
-    """The server gives no file, or takes no acknowledgement; or its file cannot be opened here."""
+    """The server gives no file, no rows, or takes no acknowledgement; or its file is not here."""
 
 
 class CaptureFileClient:
@@ -49,6 +49,7 @@ class CaptureFileClient:
         info: name, place and size of the file.
 
     Raises:
+        ValueError: the URL is not whole.
         CaptureFileError: the server refuses, or the file cannot be opened here.
         OSError: there is no server.
     """
@@ -59,6 +60,8 @@ class CaptureFileClient:
         self, url: str, *, num_slots: int | None = None, api_key: str | None = None
     ) -> None:
         self._url = urlsplit(url)
+        if self._url.scheme not in ("http", "https") or not self._url.hostname:
+            raise ValueError(f"url is {url!r}; give it whole, such as http://127.0.0.1:30000")
         self._key = api_key
         body = {} if num_slots is None else {"num_slots": num_slots}
         self._connection, reply = self._post("/register_capture_file", body)
@@ -101,7 +104,15 @@ class CaptureFileClient:
         return columns
 
     def take_routes(self, meta_info: Mapping[str, Any]) -> RouteTrace:
-        """Copy the expert rows of a whole reply, and give their slot back; see ``take``."""
+        """Copy the expert rows of a whole reply, and give their slot back; see ``take``.
+
+        Raises:
+            CaptureFileError: the reply has none; or as ``take``.
+        """
+        if "routes" not in meta_info:
+            raise CaptureFileError(
+                'meta_info has no routes; ask for them with "capture": ["experts"] in the request'
+            )
         header = msgspec.convert(meta_info["routes"], RouteHeader)
         rows = np.ascontiguousarray(self._views(meta_info)["experts"])
         routes = RouteTrace.from_header(header, rows.reshape(-1).view(np.uint8).data)  # a copy

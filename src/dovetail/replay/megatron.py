@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.replay.errors import ReplayError
-from dovetail.replay.packing import RouteBatch
+from dovetail.replay.packing import RouteBatch, expect_batch
 
 _MTP = "mtp"  # the part of a module's path that says multi-token prediction
 
@@ -191,6 +191,7 @@ class MegatronReplay:
                 router.replay.replay_backward_list.pop()
 
     def _set_targets(self, routers: list[_Router], routes: RouteBatch) -> None:
+        expect_batch(routes)
         if routes.num_missing:
             raise ReplayError(
                 f"{routes.num_missing} tokens have no row, and Megatron cannot route them live"

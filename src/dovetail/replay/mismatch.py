@@ -86,8 +86,9 @@ def measure_mismatch(
     """Compare the logprobs of trainer and rollout.
 
     Args:
-        train, rollout: log-probabilities of the same tokens, of any one shape. Both at the same
-            temperature and over the same support.
+        train, rollout: log-probabilities of the same tokens, of any one shape, as arrays or
+            tensors; gradients are left alone. Both at the same temperature and over the same
+            support: under a sampling mask ``Generation.mask_logprobs``, not its ``logprobs``.
         mask: of that shape, what counts; None is everything. Response tokens alone, as a rule.
         sequences: of that shape, the number of each token's sequence; None: a row is a sequence.
         taus: factors of ``tail``, above 1.
@@ -119,6 +120,14 @@ def measure_mismatch(
         sums=sums,
         **value,
     )
+
+
+def as_array(values: ArrayLike) -> Array:
+    """Return the numbers as float64; tensors may carry gradients and be on any device."""
+    tensor: Any = values
+    if hasattr(tensor, "detach"):  # torch's; it is not imported for those who have arrays
+        tensor = tensor.detach().cpu().double()
+    return np.asarray(tensor, dtype=np.float64)
 
 
 def ratio_interval(
@@ -175,15 +184,15 @@ class _Tokens:
         mask: ArrayLike | None,
         sequences: ArrayLike | None,
     ) -> "_Tokens":
-        a, b = np.asarray(train, dtype=np.float64), np.asarray(rollout, dtype=np.float64)
+        a, b = as_array(train), as_array(rollout)
         _expect(a.shape == b.shape, f"train is {a.shape}, rollout {b.shape}; they must be alike")
-        keep = np.ones(a.shape, dtype=bool) if mask is None else np.asarray(mask).astype(bool)
+        keep = np.ones(a.shape, dtype=bool) if mask is None else as_array(mask).astype(bool)
         _expect(keep.shape == a.shape, f"mask is {keep.shape}, the logprobs are {a.shape}")
         if sequences is None:
             rows = a.shape[0] if a.ndim > 1 else 1
             numbers: NDArray[Any] = np.arange(rows).repeat(a.size // max(rows, 1)).reshape(a.shape)
         else:
-            numbers = np.asarray(sequences)
+            numbers = as_array(sequences)
         _expect(numbers.shape == a.shape, f"sequences is {numbers.shape}, logprobs {a.shape}")
         _expect(bool(keep.any()), "no token counts; the mask is empty")
         for name, values in (("train", a), ("rollout", b)):
@@ -219,7 +228,10 @@ class SequenceSums:
             return np.bincount(tokens.sequence, weights=values, minlength=count).astype(np.float64)
 
         size, weight = np.abs(diff), np.exp(diff)
-        p, q = np.exp(tokens.train), np.exp(tokens.rollout)
+        # Less those of the first token: sums of what does not vary are 0 then, and no rounding.
+        p, q = (
+            np.exp(logprobs) - np.exp(logprobs[0]) for logprobs in (tokens.train, tokens.rollout)
+        )
         each = {
             "n": np.ones_like(diff),
             "diff": diff,
@@ -262,8 +274,8 @@ class SequenceSums:
         with np.errstate(divide="ignore", invalid="ignore"):
             sums = dict(zip(names, (counts_RS @ table).T, strict=True))
             n, s = sums["n"], sums["s"]
-            var_p = sums["pp"] - sums["p"] ** 2 / n
-            var_q = sums["qq"] - sums["q"] ** 2 / n
+            var_p = _variation(sums["p"], sums["pp"], n)
+            var_q = _variation(sums["q"], sums["qq"], n)
             covariance = sums["pq"] - sums["p"] * sums["q"] / n
             return {
                 "k1": -sums["diff"] / n,
@@ -290,6 +302,12 @@ class SequenceSums:
             counts = rng.multinomial(count, np.full(count, 1 / count), size=rows)
             parts.append(self.measures(counts.astype(np.float64)))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _variation(sums: Array, squares: Array, count: Array) -> Array:
+    """Return ``count`` times the variance; nan where it is no more than rounding."""
+    around_mean = squares - sums**2 / count
+    return np.where(around_mean > 1e-12 * squares, around_mean, np.nan)
 
 
 def _interval(values: Array) -> Interval:

@@ -14,16 +14,17 @@ K experts of a token; T tokens of the table.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.replay.errors import ReplayError
+from dovetail.replay.errors import ReplayError, kind_of
 from dovetail.replay.records import RouteTrace, TraceError
 
 MAX_EXPERTS = 1 << 15
+Missing = Literal["error", "live"]
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
@@ -92,6 +93,14 @@ class RouteBatch:
         return replace(self, ids_NLK=self.ids_NLK.to(device), has_row_N=self.has_row_N.to(device))
 
 
+def expect_batch(routes: object) -> None:
+    """Raise ReplayError unless these are the routes of a micro-batch."""
+    if not isinstance(routes, RouteBatch):
+        raise ReplayError(
+            f"routes is {kind_of(routes)}; give the RouteBatch that TokenTable.routes(index) makes"
+        )
+
+
 class TokenTable:
     """All tokens of a batch of sequences, one after another, and the rows of their traces.
 
@@ -109,6 +118,7 @@ class TokenTable:
 
     Raises:
         TraceError: a trace is not of its sequence, or not of the same model as the others.
+        ReplayError: there are not as many as sequences, or one is none.
     """
 
     def __init__(
@@ -156,8 +166,11 @@ class TokenTable:
 
         So ``table.tokens(table.next(index))`` are the targets of ``table.tokens(index)``, whatever
         the layout is.
+
+        Raises:
+            ReplayError: the index is not of these tokens.
         """
-        index = index.cpu()
+        index = self._checked(index).cpu()
         ends = torch.tensor(self.begins[1:], dtype=torch.int64)
         is_last = index + 1 == _at(ends[self.sequence_T], index)
         return torch.where((index < 0) | is_last, -1, index + 1)
@@ -179,14 +192,15 @@ class TokenTable:
             fill: at pads.
 
         Raises:
-            ReplayError: there are not as many values as tokens.
+            ReplayError: there are not as many values as tokens, they are no tensors, or the index
+                is not of these tokens.
         """
-        flat = values if isinstance(values, Tensor) else torch.cat(list(values))
+        flat = values if isinstance(values, Tensor) else _joined(values)
         _expect(
             len(flat) == len(self.tokens_T),
             f"{len(flat)} values for {len(self.tokens_T)} tokens; give one a token",
         )
-        index = index.to(flat.device)
+        index = self._checked(index).to(flat.device)
         out = _at(flat, index)
         is_pad = (index < 0).reshape(index.shape + (1,) * (out.ndim - index.ndim))
         return out.masked_fill(is_pad, fill)
@@ -196,7 +210,7 @@ class TokenTable:
         index: Tensor,
         *,
         input_ids: Tensor | None = None,
-        missing: Literal["error", "live"] = "error",
+        missing: Missing = "error",
     ) -> RouteBatch:
         """Return the rows at ``index``, flattened in C order as models flatten their batch.
 
@@ -208,18 +222,16 @@ class TokenTable:
                 ``"live"`` lets the model choose; ``RouteBatch.num_missing`` counts them.
 
         Raises:
-            ReplayError: there are no traces, the index is not of these tokens, or a row is missing.
+            ReplayError: there are no traces, the index is not of these tokens, a row is missing, or
+                ``missing`` is neither word.
         """
+        _expect(missing in get_args(Missing), f'missing is {missing!r}; give "error" or "live"')
         if self._rows is None or self._traces is None:
             raise ReplayError("the table has no traces; give them where it is made")
-        flat = index.cpu().reshape(-1)
-        _expect(
-            bool(((flat >= -1) & (flat < len(self.tokens_T))).all()),
-            f"the index is not one of these {len(self.tokens_T)} tokens",
-        )
+        flat = self._checked(index).cpu().reshape(-1)
         is_pad = flat < 0
         if input_ids is not None:
-            self._compare(flat, input_ids.cpu().reshape(-1))
+            self._compare(flat, input_ids)
         has_row = _at(self._has_row, flat) & ~is_pad
         is_missing = ~has_row & ~is_pad & (self.next(flat) >= 0)
         if missing == "error" and bool(is_missing.any()):
@@ -246,9 +258,9 @@ class TokenTable:
         The last token of a sequence was no input of a prediction and gets no row.
 
         Raises:
-            ReplayError: the index does not have each token of the table once.
+            ReplayError: the index does not have each token of the table once, or is not of them.
         """
-        flat = index.cpu().reshape(-1)
+        flat = self._checked(index).cpu().reshape(-1)
         _expect(routes.num_tokens == len(flat), f"{routes.num_tokens} rows, {len(flat)} tokens")
         order = torch.full((len(self.tokens_T),), -1)
         order[flat[flat >= 0]] = torch.nonzero(flat >= 0).view(-1)
@@ -266,7 +278,24 @@ class TokenTable:
             for begin, end in pairwise(self.begins)
         ]
 
-    def _compare(self, flat: Tensor, input_ids: Tensor) -> None:
+    def _checked(self, index: object) -> Tensor:
+        """Return the index; raise ReplayError if it is not of these tokens."""
+        if not isinstance(index, Tensor):
+            raise ReplayError(f"index is {kind_of(index)}; give an int64 tensor, as of indices()")
+        _expect(
+            not index.is_floating_point() and index.dtype != torch.bool,
+            f"index is {index.dtype}; give the int64 numbers of indices()",
+        )
+        _expect(
+            bool(((index >= -1) & (index < len(self.tokens_T))).all()),
+            f"the index is not one of these {len(self.tokens_T)} tokens",
+        )
+        return index
+
+    def _compare(self, flat: Tensor, input_ids: object) -> None:
+        if not isinstance(input_ids, Tensor):
+            raise ReplayError(f"input_ids is {kind_of(input_ids)}; give the model's int64 tensor")
+        input_ids = input_ids.cpu().reshape(-1)
         _expect(len(input_ids) == len(flat), f"{len(input_ids)} input_ids, an index of {len(flat)}")
         differs = (flat >= 0) & (_at(self.tokens_T, flat) != input_ids)
         if bool(differs.any()):
@@ -286,6 +315,8 @@ def _at(values: Tensor, index: Tensor) -> Tensor:
 
 def _validate(sequences: Sequence[Sequence[int]], traces: Sequence[RouteTrace]) -> None:
     _expect(len(traces) == len(sequences), f"{len(traces)} traces for {len(sequences)} sequences")
+    for number, trace in enumerate(traces):
+        _expect_trace(trace, number)
     first = traces[0]
     for number, (sequence, trace) in enumerate(zip(sequences, traces, strict=True)):
         try:
@@ -297,6 +328,25 @@ def _validate(sequences: Sequence[Sequence[int]], traces: Sequence[RouteTrace]) 
             )
         except TraceError as error:
             raise TraceError(f"sequence {number}: {error}") from None
+
+
+def _expect_trace(trace: object, number: int) -> None:
+    if not isinstance(trace, RouteTrace):
+        raise ReplayError(
+            f"the trace of sequence {number} is {kind_of(trace)}; Generation.routes is one where "
+            'generate was told capture=("experts",)'
+        )
+
+
+def _joined(values: Sequence[object]) -> Tensor:
+    parts: list[Tensor] = []
+    for number, part in enumerate(values):
+        if not isinstance(part, Tensor):
+            raise ReplayError(
+                f"the values of sequence {number} are {kind_of(part)}; give torch.tensor(...) of it"
+            )
+        parts.append(part)
+    return torch.cat(parts)
 
 
 def _expect(condition: bool, message: str) -> None:

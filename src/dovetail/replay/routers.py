@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from dovetail.replay.errors import ReplayError
+from dovetail.replay.errors import ReplayError, kind_of
 from dovetail.replay.topk import Selection, topk_call
 
 _K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
@@ -83,9 +83,10 @@ def find_routers(model: nn.Module, probe: Callable[[], object] | None = None) ->
         probe: runs a forward of a few tokens; None calls ``model(input_ids=...)`` with five.
 
     Raises:
-        ReplayError: the model is dense, compiled, has routers without a top-k, or routers that
-            do not agree.
+        ReplayError: the model is no module, dense, compiled, has routers without a top-k, or
+            routers that do not agree.
     """
+    _expect_module(model)
     _refuse_compiled(model)
     watch = _Watch()
     with watch.watching(model), _evaluating(model), torch.no_grad():
@@ -240,6 +241,14 @@ def _common(stacks: list[tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:
 
 
 # -- refusals ------------------------------------------------------------------------------------
+
+
+def _expect_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ReplayError(
+            f"model is {kind_of(model)}; give the module, such as "
+            "AutoModelForCausalLM.from_pretrained(...) returns"
+        )
 
 
 def _refuse_compiled(model: nn.Module) -> None:

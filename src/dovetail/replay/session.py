@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dovetail.replay.errors import ReplayError
 from dovetail.replay.interception import RouterCalls, open_routers, refuse_jitter
 from dovetail.replay.live import LiveRouting, margin_of, overlap_of
-from dovetail.replay.packing import RouteBatch, route_dtype
+from dovetail.replay.packing import RouteBatch, expect_batch, route_dtype
 from dovetail.replay.routers import Router, Routers, find_routers
 from dovetail.replay.topk import Chooser, TopK
 
@@ -41,7 +41,7 @@ class ReplaySession:
         routers: tuple of ``Router``, in the order of the forward.
 
     Raises:
-        ReplayError: see ``find_routers``.
+        ReplayError: the model is no module; or see ``find_routers``.
     """
 
     def __init__(self, model: nn.Module, *, probe: Callable[[], object] | None = None) -> None:
@@ -96,6 +96,7 @@ class ReplaySession:
         replay.expect_whole()
 
     def _expect_fitting(self, routes: RouteBatch) -> None:
+        expect_batch(routes)
         have, asked = self.layer_ids, routes.layer_ids
         missing, surplus = sorted(set(have) - set(asked)), sorted(set(asked) - set(have))
         if missing:

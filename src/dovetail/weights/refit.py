@@ -41,7 +41,8 @@ class StagedWeights:
 
         Raises:
             RequestError: a tensor is missing, left over, given twice, of another shape, of a kind
-                that cannot be copied, or not finite, and is named; or there is no room.
+                that cannot be copied, or not finite, and is named; these are no pairs of a name
+                and a tensor; or there is no room.
         """
         tensors = _by_name(named_tensors)
         try:
@@ -54,7 +55,8 @@ class StagedWeights:
                 if name in tensors:
                     check_tied(name, tensors[name], original, tensors[original])
         except ConfigError as error:
-            raise RequestError(error.field, error.message) from None
+            hint = "" if error.field in tensors else _given(error.field, tensors)
+            raise RequestError(error.field, error.message + hint) from None
         self._staged = _beside(model)
         for name, piece in pieces.items():
             self._stage(name, piece, tensors[name], comm)
@@ -109,6 +111,19 @@ def _by_name(named_tensors: NamedTensors) -> dict[str, Tensor]:
         _check_kind(name, tensor)
         tensors[name] = tensor.detach()
     return tensors
+
+
+def _given(name: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return what there is where a name is missing: the same one under a wrapper's, or any."""
+    if not tensors:
+        return "; none are given"
+    wrapped = next((given for given in tensors if given.endswith(f".{name}")), None)
+    if wrapped is None:
+        return f"; given are {len(tensors)}, the first is {next(iter(tensors))!r}"
+    return (
+        f"; given is {wrapped!r}: take {wrapped.removesuffix(name)!r} off the names, or give those "
+        "of the module inside its wrapper"
+    )
 
 
 def _check_kind(name: str, tensor: object) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dovetail.cli import main
-from dovetail.cli.mismatch import binned
+from dovetail.cli.mismatch import MEASURES, ROUTES, binned
 from dovetail.replay.comparison import Comparison
 from dovetail.replay.mismatch import ratio_interval
 
@@ -50,10 +50,25 @@ def test_the_report_has_each_measure_of_each_arm(
     for arm in ("live", "replayed"):
         found = comparison.measure(arm)
         low, high = found.intervals["k3"]
-        assert f"{found.k3:.4g} [{low:.3g}, {high:.3g}]" in said
+        assert f"{found.k3:.4g} [{low:.2g},{high:.2g}]" in said
         assert f"{found.tail[1.5]:.4g} [" in said
     assert "replayed / live" in said
     assert f"{comparison.routes()['router_diff']:.4g}" in said
+
+
+def test_at_80_columns_names_and_numbers_are_whole(
+    file: Path, comparison: Comparison, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["mismatch", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "\u2026" not in said and max(map(len, said.splitlines())) <= 80
+    numbers = said.split()
+    for arm in ("live", "replayed"):
+        found = comparison.measure(arm)
+        assert {*MEASURES, *ROUTES, f"{found.k3:.4g}", f"{found.max_abs:.4g}"} <= set(numbers)
+    for meaning in (*MEASURES.values(), *ROUTES.values()):
+        assert all(word in numbers for word in meaning.split())
 
 
 def test_json_has_the_same_numbers(file: Path, comparison: Comparison, capsys: Capture) -> None:
@@ -78,7 +93,8 @@ def test_a_ratio_of_what_hardly_occurs_has_no_interval(
     Comparison.of_arrays(replayed, arms, starts=[1, 1], title=title).save(tmp_path / "a")
     assert main(["mismatch", str(tmp_path / "a")]) == 0
     said = capsys.readouterr().out
-    assert "0 [nan, nan]" in said and title in said
+    assert "0 (no interval)" in said and title in said
+    assert "prob_corr" in said and "undefined" in said and "nan" not in said
 
 
 def test_json_of_one_constant_arm_has_nulls_and_no_ratio(tmp_path: Path, capsys: Capture) -> None:
@@ -101,6 +117,7 @@ def test_the_figure_is_a_png(file: Path, tmp_path: Path, words: list[str]) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--sequence", "3"], "--sequence: is drawn in the figure alone; give --plot"),
         (["--plot", "a.png", "--sequence", "8"], "--sequence: is 8; the file has 8 sequences"),
         (["--plot", "no-such-folder/a.png"], "no-such-folder/a.png cannot be written"),
         (["--plot", "a.txt"], "a.txt cannot be written"),
@@ -131,6 +148,10 @@ def test_a_file_that_is_none_is_explained(tmp_path: Path, capsys: Capture) -> No
     (tmp_path / "other").write_text("{}")
     assert main(["mismatch", str(tmp_path / "other")]) == 2
     assert "Comparison.save of dovetail.replay.comparison writes one" in capsys.readouterr().err
+    (tmp_path / "number").write_text("1")
+    assert main(["mismatch", str(tmp_path / "number")]) == 2
+    said = capsys.readouterr().err
+    assert "this is no comparison; Comparison.save" in said and "object" not in said
 
 
 def test_many_columns_are_averaged_and_gaps_left_out() -> None:

@@ -115,7 +115,7 @@ def _file(tmp_path: Path) -> dict:
         (lambda f: f | {"sequences": []}, "there are no sequences"),
         (lambda f: f | {"arms": ["live"]}, "sequence 0 has bytes missing"),
         (lambda f: f | {"layer_ids": [1, 2]}, "bytes missing|overlap"),
-        (lambda f: {key: f[key] for key in f if key != "title"}, "this is no comparison.*title"),
+        (lambda f: {key: f[key] for key in f if key != "title"}, "does not hold together.*title"),
         (
             lambda f: f | {"sequences": [f["sequences"][0] | {"rollout": b"abcd"}]},
             r"sequence 0: live is \(4,\), the rollout has 1 tokens",
@@ -135,10 +135,12 @@ def test_a_file_that_does_not_hold_together_is_refused(tmp_path: Path, spoil, me
         Comparison.load(tmp_path / "b")
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"not msgpack", b"\x81\xa1a" * 300])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", b"not msgpack", b"\x81\xa1a" * 300, b"{}", b"\x01"]
+)
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "c").write_bytes(content)
-    with pytest.raises(ValueError, match="this is no comparison"):
+    with pytest.raises(ValueError, match=r"^this is no comparison; Comparison\.save of"):
         Comparison.load(tmp_path / "c")
 
 
@@ -152,6 +154,11 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
         ({"arms": {"live": [[0.1], [0.2, 0.1], [0.3]]}}, r"sequence 1: live is \(2,\)"),
         ({"masks": [[1], [1], [1, 0]]}, r"sequence 2: mask is \(2,\)"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ({"masks": [[0]] * 3}, "no token counts"),
+        (
+            {"arms": {"live": [[-0.1], [np.nan], [-0.3]]}},
+            "sequence 1: live has 1 logprobs that count and are not finite; leave them out",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(change, message) -> None:
@@ -165,3 +172,26 @@ def test_arrays_that_do_not_fit_are_refused(change, message) -> None:
     Comparison.of_arrays([[-1.0]] * 3, **fields)
     with pytest.raises(ValueError, match=message):
         Comparison.of_arrays([[-1.0]] * 3, **fields | change)
+
+
+def test_what_does_not_count_need_not_be_finite(tmp_path: Path) -> None:
+    rows, masks = [[-1.0, np.nan]], [[1, 0]]
+    comparison = Comparison.of_arrays(rows, {"live": rows}, starts=[1], masks=masks)
+    comparison.save(tmp_path / "a")
+    assert Comparison.load(tmp_path / "a").measure("live").k3 == 0
+
+
+def test_tensors_may_carry_gradients() -> None:
+    rows = [torch.tensor([-1.0, -2.0], requires_grad=True)]
+    comparison = Comparison.of_arrays(rows, {"live": rows}, starts=[1], masks=[torch.ones(2)])
+    assert comparison.sequences[0].rollout.tolist() == [-1, -2]
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*none; make it first"):
+        some_comparison().save(tmp_path / "none" / "a")
+
+
+def test_without_routes_logprobs_must_be_finite_as_well() -> None:
+    with pytest.raises(ValueError, match="sequence 0: rollout has 1 logprobs that count"):
+        Comparison.of_arrays([[-np.inf]], {"live": [[-1.0]]}, starts=[1])

@@ -71,3 +71,17 @@ def test_a_server_that_dies_before_it_tells_of_the_file() -> None:
     with pytest.raises((CaptureFileError, OSError)):
         CaptureFileClient(server.url)
     server.die()
+
+
+def test_a_reply_without_routes_is_named(mortal: Mortal) -> None:
+    with (
+        CaptureFileClient(mortal.url) as file,
+        pytest.raises(CaptureFileError, match=r'no routes; ask for them with "capture"'),
+    ):
+        file.take_routes({"id": "a"})
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:30471", "localhost:30000", "http://", "ftp://a"])
+def test_a_url_that_is_not_whole_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"url is '.*'; give it whole, such as http://"):
+        CaptureFileClient(url)

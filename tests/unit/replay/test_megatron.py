@@ -217,6 +217,7 @@ def test_a_model_that_cannot_replay_is_refused():
     ("routes", "message"),
     [
         (some_routes(0, layer_ids=(1, 3, 5)), r"no rows for the layers \[4\] of this rank"),
+        (None, "routes is None; give the RouteBatch"),
         (some_routes(0, num_tokens=5), r"was given 6 tokens, the routes have 5"),
     ],
 )

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from dovetail.replay.mismatch import measure_mismatch, ratio_interval, survival
 
@@ -129,6 +130,35 @@ def test_the_survival_curve_counts_tokens_at_or_above():
     size, share = survival(TRAIN, ROLLOUT, MASK)
     assert size == pytest.approx([0, LOG2, LOG2, LOG2, 2 * LOG2])
     assert share == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize("logprob", [-1.0, -0.7, -0.123])
+@pytest.mark.parametrize("shape", [(1, 7), (3, 7), (8, 7), (5, 24)])
+def test_probabilities_that_do_not_vary_have_no_correlation(logprob, shape):
+    """Neither rounding that looks like one, nor a warning (which pytest makes an error)."""
+    rollout = np.full(shape, logprob)
+    for train in (rollout, rollout - 0.1, rollout - np.linspace(0, 0.3, shape[1])):
+        found = measure_mismatch(train, rollout)
+        assert np.isnan(found.prob_corr) and np.isnan(found.intervals["prob_corr"]).all()
+
+
+def test_the_correlation_is_numpys():
+    rng = np.random.default_rng(3)
+    rollout = np.log(rng.uniform(0.05, 0.9, (6, 9)))
+    train = rollout + rng.normal(0, 0.2, rollout.shape)
+    want = np.corrcoef(np.exp(train).ravel(), np.exp(rollout).ravel())[0, 1]
+    assert measure_mismatch(train, rollout).prob_corr == pytest.approx(want, rel=1e-12)
+
+
+def test_tensors_may_carry_gradients_and_be_of_any_dtype():
+    mask = torch.tensor(MASK).bool()
+    train = torch.tensor(TRAIN, dtype=torch.float64, requires_grad=True)
+    found = measure_mismatch(train, torch.tensor(ROLLOUT), mask=mask)
+    assert found.k3 == measure_mismatch(TRAIN, ROLLOUT, mask=MASK).k3
+    assert train.requires_grad and train.grad is None
+    half = train.bfloat16()
+    want = half.detach().double().numpy()
+    assert measure_mismatch(half, half).k1 == measure_mismatch(want, want).k1 == 0
 
 
 @pytest.mark.parametrize(

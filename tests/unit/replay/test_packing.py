@@ -215,6 +215,9 @@ def test_a_missing_row_is_an_error_or_counted():
     routes = table.routes(index, missing="live")
     assert routes.num_missing == 2 and int(routes.has_row_N.sum()) == 3 + 3
     assert table.routes(pad_right(table.indices([0]))).num_missing == 0
+    for word in ("Live", None):  # a typo must not switch the check off
+        with pytest.raises(ReplayError, match=r'missing is .*; give "error" or "live"'):
+            table.routes(index, missing=word)
 
 
 def test_tokens_and_traces_that_do_not_belong_together_are_refused():
@@ -228,6 +231,8 @@ def test_tokens_and_traces_that_do_not_belong_together_are_refused():
         TokenTable(sequences, traces[:1])
     with pytest.raises(TraceError, match="sequence 1: num_experts is 8, the trace's 9"):
         TokenTable(sequences, [traces[0], some_trace(sequences[1], 1, num_experts=9)])
+    with pytest.raises(ReplayError, match=r'sequence 1 is None.* capture=\("experts",\)'):
+        TokenTable(sequences, [traces[0], None])  # what generate returns if nobody asks
     with pytest.raises(ReplayError, match="the table has no traces"):
         TokenTable(sequences).routes(torch.arange(4))
 
@@ -241,12 +246,35 @@ def test_an_index_that_is_none_is_refused():
     tokens[2] += 1
     with pytest.raises(ReplayError, match="place 2 of input_ids is token"):
         table.routes(torch.arange(4), input_ids=tokens)
+    with pytest.raises(ReplayError, match="input_ids is a list"):
+        table.routes(torch.arange(4), input_ids=tokens.tolist())
     with pytest.raises(ReplayError, match="3 input_ids, an index of 4"):
         table.routes(torch.arange(4), input_ids=tokens[:3])
     with pytest.raises(ReplayError, match="9 values for 10 tokens"):
         table.column(torch.zeros(9), torch.arange(4))
+    with pytest.raises(ReplayError, match=r"values of sequence 0 are a list; give torch\.tensor"):
+        table.column([[0.0] * 4, [0.0] * 6], torch.arange(4))
     with pytest.raises(ReplayError, match="does not have each token once"):
         table.traces(table.routes(torch.arange(4)), torch.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ([0, 1], "index is a list; give an int64 tensor"),
+        (np.arange(2), "index is a ndarray"),
+        (torch.zeros(2), "index is torch.float32"),
+        (torch.ones(2, dtype=torch.bool), "index is torch.bool"),
+        (torch.tensor([10]), "not one of these 10 tokens"),
+        (torch.tensor([-2]), "not one of these 10 tokens"),
+    ],
+)
+@pytest.mark.parametrize("ask", ["tokens", "next", "routes"])
+def test_an_index_that_is_none_is_refused_by_all_who_take_one(ask, index, message):
+    sequences = some_sequences([4, 6])
+    table = TokenTable(sequences, [some_trace(ids, at) for at, ids in enumerate(sequences)])
+    with pytest.raises(ReplayError, match=message):
+        getattr(table, ask)(index)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,18 @@ def test_routes_of_another_model_are_refused(session, routes, change, message):
         pass
 
 
+@pytest.mark.parametrize("routes", [None, torch.zeros(10, 3, 4, dtype=torch.uint8)])
+def test_what_is_no_batch_of_routes_is_refused(session, routes):
+    message = r"routes is (None|a Tensor); give the RouteBatch that TokenTable\.routes"
+    with pytest.raises(ReplayError, match=message), session.replay(routes):
+        pass
+
+
+def test_a_name_is_no_model():
+    with pytest.raises(ReplayError, match="model is a str; give the module"):
+        ReplaySession("a/folder")
+
+
 def test_another_number_of_tokens_is_refused(model, session, routes):
     message = r"layers\.0\.mlp\.gate was given 6 tokens, the routes have 12"
     with pytest.raises(ReplayError, match=message), session.replay(routes):
