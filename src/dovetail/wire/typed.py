@@ -8,6 +8,24 @@ import msgspec
 from dovetail.errors import RequestError
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class FieldsByName(msgspec.StructMeta):
+    """Makes structs that users write out by hand: a name that is no field lists those that are.
+
+    Raises:
+        RequestError: names what is no field.
+    """
+
+    # Typed so that checkers go on to look at the fields that each struct declares.
+    def __call__(cls: type[S], *args: Any, **fields: Any) -> S:  # pyright: ignore[reportGeneralTypeIssues]
+        """Make a struct."""
+        for name in fields:
+            if name not in cls.__struct_fields__:
+                legal = ", ".join(cls.__struct_fields__)
+                raise RequestError(name, f"is no field of {cls.__name__}; its fields are {legal}")
+        return super().__call__(*args, **fields)
 
 
 def typed(raw: object, kind: type[T], *, prefix: str = "", strict: bool = False) -> T:
