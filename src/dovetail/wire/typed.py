@@ -59,11 +59,12 @@ def field_and_message(error: Exception, kind: type[Any]) -> tuple[str, str]:
     missing = re.match(r"Object missing required field `(\w+)`", message)
     if missing:
         return f"{path}.{missing[1]}".removeprefix("."), "is missing"
+    legal = _literals(get_type_hints(kind).get(path))
+    ending = f"; legal are {', '.join(legal)}" if legal else ""
     wrong = re.fullmatch("Invalid enum value (.*)", message)
     if wrong:
-        legal = _literals(get_type_hints(kind).get(path))
-        return path, f"is {wrong[1]}; legal are {', '.join(legal)}"
-    return path, message[:1].lower() + message[1:]
+        return path, f"is {wrong[1]}{ending}"
+    return path, message[:1].lower() + message[1:] + ending
 
 
 def _literals(hint: object) -> list[str]:
