@@ -346,7 +346,7 @@ def _write_all(descriptor: int, rows: NDArray[np.generic], offset: int) -> None:
 
 
 def _missing(folder: Path) -> list[Path]:
-    """Return those of a folder and the folders that it is in that are not there, innermost first."""
+    """Return what has to be made for a folder to be there, innermost first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 

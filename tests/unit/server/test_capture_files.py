@@ -1,9 +1,9 @@
 """Slots of capture files: nobody's rows are written over, and nothing is left behind."""
 
 import os
-import secrets
 import re
 import resource
+import secrets
 import signal
 import stat
 import subprocess
