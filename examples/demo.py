@@ -53,7 +53,7 @@ def main() -> None:
     chat_over_http(console)
     console.print(
         "\nNext: [bold].venv/bin/dovetail generate --help[/bold], docs/step.md, docs/server.md, "
-        "docs/capture.md"
+        "docs/capture.md, docs/rl.md"
     )
 
 

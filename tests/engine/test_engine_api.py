@@ -510,6 +510,47 @@ def test_python_may_exit_while_an_engine_runs(fx_count_folder):
     assert (done.returncode, done.stdout, done.stderr) == (0, b"(2,)\n", b"")
 
 
+FORK = """
+import os, sys, dovetail
+engine = dovetail.Engine(sys.argv[1])
+params = dovetail.SamplingParams(max_new_tokens=2)
+if os.fork() == 0:
+    calls = (
+        lambda: engine.generate([1], params),
+        lambda: engine.stream([1], params),
+        lambda: engine.refit({}),
+    )
+    for call in calls:
+        try:
+            call()
+        except dovetail.EngineClosed as error:
+            print(error)
+    print(engine.health().state)
+    engine.close()
+    sys.exit()
+os.wait()
+print(os.getpid(), engine.generate([1], params)[0].token_ids)
+"""
+
+
+def test_a_fork_is_told_that_the_engine_is_not_its_own(fx_count_folder):
+    """The loop's thread is not forked: a child that asked would wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, str(fx_count_folder)],
+        env={**os.environ, "PYTHONPATH": str(Path(dovetail.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    *errors, state, answer = done.stdout.splitlines()
+    assert len(errors) == 3 and state == "dead"
+    process_id, token_ids = answer.split(maxsplit=1)
+    assert token_ids == "(2, 3)", "the parent goes on"
+    for error in errors:
+        assert error.startswith(f"the engine runs in process {process_id}, not in this fork of it;")
+
+
 def test_all_public_names_are_there():
     for name in dovetail.__all__:
         assert getattr(dovetail, name) is not None

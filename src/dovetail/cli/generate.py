@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if given := logprob_fields(args):
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise RequestError(flags, "goes with --json or --prompts: plain text has no logprobs")
+    if hasattr(args, "capture"):
+        raise RequestError("--capture", "goes with --json or --prompts: plain text has no rows")
     text = _text_of(args)
     with open_engine(engine_options(args)) as engine:
         if text is None:

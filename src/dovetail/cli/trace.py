@@ -9,8 +9,10 @@ included. GPU idle of a step is 1 - busy time of the compute lane / time from st
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -165,10 +167,35 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": names + events}
 
 
+def check_writable(flag: str, file: Path) -> None:
+    """Refuse a file that cannot be written; leave it, and its absence, as they are.
+
+    Raises:
+        RequestError: names the flag.
+    """
+    with writing(flag, file):
+        was_there = file.exists()
+        file.open("ab").close()
+        if not was_there:
+            file.unlink()
+
+
+@contextmanager
+def writing(flag: str, file: Path) -> Iterator[None]:
+    """Name the flag if its file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(flag, f"cannot write {file}: {error.strerror}") from None
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
+    # Before anything is loaded: what cannot be kept need not be measured.
+    check_writable("--out", args.out)
     if args.png is not None:
-        load_pillow()  # before anything is loaded
+        check_writable("--png", args.png)
+        load_pillow()
     options = engine_options(args)
     options.setdefault("max_running", max(args.batch, 128))
     options.setdefault("prefix_cache", False)
@@ -192,11 +219,13 @@ def run(args: argparse.Namespace) -> int:
         f"{1e3 * median(steps.busy_s):.3f} ms, host {1e3 * median(steps.host_s):.3f} ms, "
         f"{'GPU' if where == 'cuda' else 'compute lane'} idle {steps.idle:.1%}"
     )
-    args.out.write_text(json.dumps(chrome_trace(steps.spans)), encoding="utf-8")
+    with writing("--out", args.out):
+        args.out.write_text(json.dumps(chrome_trace(steps.spans)), encoding="utf-8")
     print(said)
     print(f"trace: {args.out} (open it at https://ui.perfetto.dev)")
     if args.png is not None:
-        draw_timeline(steps.spans, said, args.png)
+        with writing("--png", args.png):
+            draw_timeline(steps.spans, said, args.png)
         print(f"picture: {args.png}")
     return 0
 

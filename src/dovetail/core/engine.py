@@ -37,7 +37,8 @@ class Engine:
         on_device: for tests; None makes the one that the options name.
         options: see ``EngineOptions``.
 
-    Thread-safe. Use as a context manager or call ``close``.
+    Thread-safe. Use as a context manager or call ``close``. Of the process that made it: in a fork
+    of that it is closed.
 
     Attributes:
         config: as decided.

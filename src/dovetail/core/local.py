@@ -4,6 +4,7 @@ Owns the loop's thread and the life of the parts. Must not decide anything that 
 knows nothing of text but the bytes of tokens.
 """
 
+import os
 import threading
 import time
 import weakref
@@ -88,6 +89,7 @@ class LocalEngine:
             depth=config.depth,
         )
         self._health_timeout_s = health_timeout_s
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dovetail-loop", daemon=True)
         self._thread.start()
         # Also when Python exits: a thread that is ended within torch takes the process down.
@@ -95,6 +97,7 @@ class LocalEngine:
 
     def start(self, request: Request, deliver: Deliver) -> None:
         """Begin a request; see ``EnginePort``."""
+        self._check_runs()  # before the outbox: in a fork nobody may be left to free its lock
         self._outbox.open(request.request_id, deliver, num_samples=request.sampling.n)
         self._inbox.put(Admit(request))
 
@@ -106,13 +109,13 @@ class LocalEngine:
         """Serve new weights; see ``Engine.refit``. Not from the loop's own thread."""
         if threading.current_thread() is self._thread:
             raise InvariantError("the loop's thread would wait for itself")
+        self._check_runs()
         _check_version(version)
         staged = StagedWeights(self._model, named_tensors, comm=LocalComm())
         message = Refit(staged.install, version)
         self._inbox.put(message)
         while not message.done.done():
-            if self.failure is not None:  # nobody will answer
-                raise EngineClosed(str(self.failure))
+            self._check_runs()  # else nobody will answer
             wait([message.done], timeout=REFIT_POLL_SECONDS)
         return message.done.result()
 
@@ -139,7 +142,12 @@ class LocalEngine:
 
     @property
     def failure(self) -> EngineError | None:
-        """Why the loop has ended; None while it runs."""
+        """Why there is no loop; None while it runs. Threads are not forked, so a fork has none."""
+        if os.getpid() != self._process_id:
+            return EngineClosed(
+                f"the engine runs in process {self._process_id}, not in this fork of it; make an "
+                "engine here, or start this process by multiprocessing's 'spawn'"
+            )
         return self._outbox.failure
 
     def stop(self) -> None:
@@ -154,6 +162,11 @@ class LocalEngine:
     def close(self) -> None:
         """Abort what is open, end the loop and its thread; waits for the step in flight."""
         _end_loop(self._inbox, self._thread)
+
+    def _check_runs(self) -> None:
+        failure = self.failure
+        if failure is not None:
+            raise EngineClosed(str(failure))
 
     def _run(self) -> None:
         torch.set_num_threads(self.config.num_threads)

@@ -114,8 +114,12 @@ class RequestMaker:
         many = _as_many(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params: list[SamplingParams | None] = [sampling_params] * len(many)
-        elif not hasattr(sampling_params, "__iter__"):
-            raise RequestError("sampling_params", "must be a SamplingParams, or a list of them")
+        elif isinstance(sampling_params, Mapping) or not hasattr(sampling_params, "__iter__"):
+            raise RequestError(
+                "sampling_params",
+                "must be a SamplingParams, or a list of them; of a dict make one by "
+                "SamplingParams(**fields)",
+            )
         else:
             params = list(sampling_params)
             if len(params) != len(many):

@@ -14,6 +14,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -228,7 +229,8 @@ class CaptureFolder:
     that the next one to start can tell whose owner is dead, and removes it.
 
     Args:
-        parent: a folder in memory, such as one under /dev/shm; made if it is missing.
+        parent: a folder in memory, such as one under /dev/shm; made if it is missing, and then
+            removed at the end, unless others use it.
 
     Raises:
         ConfigError: files cannot be made there.
@@ -236,8 +238,8 @@ class CaptureFolder:
 
     def __init__(self, parent: Path) -> None:
         self._files: dict[str, CaptureFile] = {}
+        self._made = _missing(parent)
         try:
-            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_orphans(parent)
             self._path, self._lock = _locked_folder(parent)
         except OSError as error:
@@ -299,6 +301,9 @@ class CaptureFolder:
             self.end(file)
         shutil.rmtree(self._path, ignore_errors=True)
         os.close(self._lock)
+        with suppress(OSError):  # others have something there, or have removed it
+            for folder in self._made:
+                folder.rmdir()
 
 
 def given(folder: CaptureFolder | None) -> CaptureFolder:
@@ -340,6 +345,11 @@ def _write_all(descriptor: int, rows: NDArray[np.generic], offset: int) -> None:
         rest, offset = rest[written:], offset + written
 
 
+def _missing(folder: Path) -> list[Path]:
+    """Return what has to be made for a folder to be there, innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
 def _remove_orphans(parent: Path) -> None:
     """Remove the folders of servers that live no more. What is not ours is left alone."""
     for path in parent.glob(f"{FOLDER_PREFIX}*"):
@@ -358,12 +368,16 @@ def _remove_orphans(parent: Path) -> None:
 def _locked_folder(parent: Path) -> tuple[Path, int]:
     """Return a new folder and the descriptor that holds its lock.
 
-    Another server that starts now may take the folder for a dead one's before it is locked; then
-    there is a next try.
+    Another server that starts now may take the folder for a dead one's before it is locked, and one
+    that ends may remove the parent that it made; then there is a next try.
     """
     for _ in range(TRIES):
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = parent / f"{FOLDER_PREFIX}{secrets.token_hex(8)}"
-        path.mkdir(mode=0o700)
+        try:
+            path.mkdir(mode=0o700)
+        except FileNotFoundError:
+            continue
         lock = _lock_of(path)
         if lock is None:
             continue

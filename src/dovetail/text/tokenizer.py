@@ -104,8 +104,10 @@ class Tokenizer:
         except OSError as error:
             raise ConfigError(
                 DEFINITION_FILE,
-                f"cannot be read in {folder} ({error.strerror}); give a model folder that has one "
-                "(a slow tokenizer is converted by transformers' save_pretrained)",
+                f"cannot be read in {folder} ({error.strerror}); save a fast tokenizer there with "
+                "transformers' save_pretrained. For prompts of ids alone, "
+                "Engine(folder, load_format='dummy') takes the embedded one, and "
+                "refit(model.named_parameters()) brings the weights",
             ) from None
         named = read_json(folder / SPECIAL_TOKENS_FILE) | read_json(folder / CONFIG_FILE)
         return cls(definition, _special_tokens(named))

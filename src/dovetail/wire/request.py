@@ -10,8 +10,16 @@ from typing import Literal
 
 import msgspec
 
+from dovetail.wire.typed import FieldsByName
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+
+class SamplingParams(
+    msgspec.Struct,
+    metaclass=FieldsByName,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+):
     """How tokens are drawn and when a generation ends.
 
     Attributes:
@@ -66,7 +74,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 LogprobKind = Literal["scaled", "raw", "truncated"]
 
 
-class LogprobParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LogprobParams(
+    msgspec.Struct,
+    metaclass=FieldsByName,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+):
     """Which probabilities are reported beside the chosen tokens' own.
 
     Attributes:
@@ -89,7 +103,13 @@ class LogprobParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sampling_mask: bool = False
 
 
-class CaptureParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CaptureParams(
+    msgspec.Struct,
+    metaclass=FieldsByName,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+):
     """Which per-token columns are handed back.
 
     Attributes:

@@ -8,6 +8,24 @@ import msgspec
 from dovetail.errors import RequestError
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class FieldsByName(msgspec.StructMeta):
+    """Makes structs that users write out by hand: a name that is no field lists those that are.
+
+    Raises:
+        RequestError: names what is no field.
+    """
+
+    # Typed so that checkers go on to look at the fields that each struct declares.
+    def __call__(cls: type[S], *args: Any, **fields: Any) -> S:  # pyright: ignore[reportGeneralTypeIssues]
+        """Make a struct."""
+        for name in fields:
+            if name not in cls.__struct_fields__:
+                legal = ", ".join(cls.__struct_fields__)
+                raise RequestError(name, f"is no field of {cls.__name__}; its fields are {legal}")
+        return super().__call__(*args, **fields)
 
 
 def typed(raw: object, kind: type[T], *, prefix: str = "", strict: bool = False) -> T:
@@ -41,11 +59,12 @@ def field_and_message(error: Exception, kind: type[Any]) -> tuple[str, str]:
     missing = re.match(r"Object missing required field `(\w+)`", message)
     if missing:
         return f"{path}.{missing[1]}".removeprefix("."), "is missing"
+    legal = _literals(get_type_hints(kind).get(path))
+    ending = f"; legal are {', '.join(legal)}" if legal else ""
     wrong = re.fullmatch("Invalid enum value (.*)", message)
     if wrong:
-        legal = _literals(get_type_hints(kind).get(path))
-        return path, f"is {wrong[1]}; legal are {', '.join(legal)}"
-    return path, message[:1].lower() + message[1:]
+        return path, f"is {wrong[1]}{ending}"
+    return path, message[:1].lower() + message[1:] + ending
 
 
 def _literals(hint: object) -> list[str]:

@@ -90,6 +90,7 @@ def test_text_and_ids_agree_with_the_stream(capsys: Capture) -> None:
     ("words", "message"),
     [
         (["KING", "--n", "2"], "--n: goes with --json or --prompts"),
+        (["KING", "--capture", "experts"], "--capture: goes with --json or --prompts"),
         (["KING", "--top-logprobs-num", "2"], "--top-logprobs-num: goes with --json"),
         (["--chat", "--json"], "PROMPT: is missing"),
         (["KING", "--model", "/no/folder"], "model: /no/folder/config.json does not exist"),

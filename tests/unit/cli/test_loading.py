@@ -32,3 +32,12 @@ def test_an_interrupt_of_an_import_ends_the_process_without_a_word(tmp_path: Pat
 def test_after_it_an_interrupt_is_an_exception_again(tmp_path: Path) -> None:
     code = "from dovetail.cli.loading import load; load('json'); import slow"
     assert "KeyboardInterrupt" in run(tmp_path, code).stderr
+
+
+def test_an_interrupt_while_python_ends_is_quiet_too(tmp_path: Path) -> None:
+    """Libraries have much to take down then, and their destructors print what interrupts them."""
+    late = "import atexit; atexit.register(lambda: __import__('slow')); "
+    done = run(tmp_path, late + "from dovetail.cli import main; main(['--version'])")
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert done.stdout.startswith("dovetail ")
+    assert "Traceback" in run(tmp_path, late).stderr, "this is what users would see otherwise"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dovetail.cli import main
+from dovetail.cli import main, trace
 from dovetail.cli.timeline import COLOURS, draw_timeline
 from dovetail.cli.trace import SKIPPED, chrome_trace, steps_in_a_row, summarise
 from dovetail.errors import RequestError
@@ -21,11 +21,11 @@ WORDS = (
 
 
 def test_a_trace_has_every_call_and_work_of_its_steps(tmp_path: Path, capsys) -> None:
-    trace, picture = tmp_path / "t.json", tmp_path / "t.png"
-    assert main([*WORDS, "--out", str(trace), "--png", str(picture)]) == 0
+    file, picture = tmp_path / "t.json", tmp_path / "t.png"
+    assert main([*WORDS, "--out", str(file), "--png", str(picture)]) == 0
     said = capsys.readouterr().out
     assert "5 decode steps of 3 rows on cpu" in said and "compute lane idle" in said
-    events = json.loads(trace.read_text())["traceEvents"]
+    events = json.loads(file.read_text())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     shown = [(rows[e["tid"]], e["name"], e["args"]["step"]) for e in events if e["ph"] == "X"]
     steps = sorted({step for _, _, step in shown})
@@ -110,6 +110,36 @@ def test_without_pillow_the_error_names_it_before_anything_is_loaded(
     assert main(words) == 2
     error = capsys.readouterr().err
     assert "png" in error and "pip install 'dovetail[plot]'" in error and "none" not in error
+
+
+@pytest.mark.parametrize("flag", ["--out", "--png"])
+@pytest.mark.parametrize("name", ["", "none/x"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    flag: str, name: str, tmp_path: Path, capsys
+) -> None:
+    others = ["--out", str(tmp_path / "t.json")]
+    words = [*WORDS, "--model", str(tmp_path / "model"), *others, flag, str(tmp_path / name)]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"error: {flag}: cannot write {tmp_path / name}: " in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_left_as_it_is_until_there_is_another(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "t.json"
+    file.write_text("before")
+    assert main([*WORDS, "--model", str(tmp_path / "model"), "--out", str(file)]) == 2
+    assert "model" in capsys.readouterr().err and file.read_text() == "before"
+
+
+def test_a_picture_that_fails_at_last_names_its_flag(tmp_path: Path, capsys, monkeypatch) -> None:
+    def fill_the_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trace, "draw_timeline", fill_the_disk)
+    words = [*WORDS, "--out", str(tmp_path / "t.json"), "--png", str(tmp_path / "t.png")]
+    assert main(words) == 2
+    assert f"--png: cannot write {tmp_path / 't.png'}: No space" in capsys.readouterr().err
 
 
 def test_too_few_steady_steps_are_refused(tmp_path: Path, capsys) -> None:

@@ -166,6 +166,7 @@ def test_a_wrong_option_is_named_with_its_numbers(folder, options, field, words)
         ({"kv_memory": 0.5}, "kv_memory: expected `int | str | null`"),
         ({"prefix_cache": 1}, "prefix_cache: expected `bool`"),
         ({"capture": [1]}, "capture[0]: expected `str`"),
+        ({"dtype": 32}, "dtype: expected `str`, got `int`; legal are auto, float32, bfloat16"),
     ],
 )
 def test_a_wrong_type_or_name_is_named(folder, options, words):

@@ -109,7 +109,7 @@ def test_a_wrong_prompt_is_named(maker, prompts, field, words):
     [
         ([SamplingParams()], "sampling_params", "1 entries for 2 prompts"),
         (5, "sampling_params", "must be a SamplingParams, or a list"),
-        ({"temperature": 0}, "sampling_params", "1 entries for 2"),
+        ({"temperature": 0}, "sampling_params", "make one by SamplingParams(**fields)"),
         ([SamplingParams(), {}], "prompts[1].sampling_params", "must be a dovetail"),
         ([SamplingParams(), SamplingParams(top_k=0)], "prompts[1].sampling_params.top_k", "is 0"),
         (SamplingParams(top_p=2), "prompts[0].sampling_params.top_p", "is 2"),

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import secrets
 import signal
 import stat
 import subprocess
@@ -36,7 +37,7 @@ def folder(tmp_path: Path) -> Iterator[CaptureFolder]:
     made = CaptureFolder(tmp_path / "files")
     yield made
     made.close()
-    assert list((tmp_path / "files").iterdir()) == []
+    assert not (tmp_path / "files").exists()
     assert len(os.listdir("/proc/self/fd")) == num_open, "a file is still open"
 
 
@@ -295,6 +296,36 @@ def test_servers_that_start_together_each_have_a_folder(tmp_path: Path) -> None:
     assert len(folders) == len(list(tmp_path.iterdir())) == 8
     for made in folders:
         made.close()
+
+
+def test_a_folder_that_was_made_for_it_goes_with_its_maker(tmp_path: Path) -> None:
+    first = CaptureFolder(tmp_path / "made" / "here")
+    second = CaptureFolder(tmp_path / "made" / "here")
+    second.close()
+    assert (tmp_path / "made" / "here").exists(), "somebody else's"
+    first.close()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "kept").mkdir()
+    CaptureFolder(tmp_path / "kept").close()
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_a_folder_whose_parent_goes_in_between_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a server that ends."""
+    parent, token_hex = tmp_path / "made", secrets.token_hex
+    ending = iter([parent.rmdir])
+
+    def remove_once(num_bytes: int) -> str:
+        for remove in ending:
+            remove()
+        return token_hex(num_bytes)
+
+    monkeypatch.setattr(secrets, "token_hex", remove_once)
+    folder = CaptureFolder(parent)
+    assert len(list(parent.iterdir())) == 1
+    folder.close()
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:

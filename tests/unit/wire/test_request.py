@@ -2,11 +2,12 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
 from dovetail.errors import RequestError
-from dovetail.wire.request import SamplingParams
+from dovetail.wire.request import CaptureParams, LogprobParams, SamplingParams
 from dovetail.wire.validate import (
     DEFAULT_MAX_NEW_TOKENS,
     Limits,
@@ -20,6 +21,20 @@ NAN, INF = math.nan, math.inf
 
 def checked(prompt_len: int = 10, **fields: object) -> SamplingParams:
     return validated_sampling(SamplingParams(**fields), prompt_len=prompt_len, limits=LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "legal"),
+    [
+        (SamplingParams, "max_tokens", "max_new_tokens, temperature, top_k"),
+        (LogprobParams, "top_logprobs", "kind, logprob_start_len, top_logprobs_num"),
+        (CaptureParams, "column", "columns, start_len, interval"),
+    ],
+)
+def test_a_name_that_is_no_field_lists_those_that_are(kind, name, legal):
+    with pytest.raises(RequestError, match=f"^{name}: is no field of {kind.__name__}; .* {legal}"):
+        kind(**{name: 5})
+    assert kind() == msgspec.convert({}, kind)
 
 
 # -- prompts --------------------------------------------------------------------------------
