@@ -10,6 +10,7 @@ so that both steps compute the same.
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def measure(shape: str, experts: str, checkpointed: bool, rounds: int) -> dict[str, Any]:
-    """Return the line of one model: steps with and without replay, in turn."""
+    """Return the line of one model: steps with and without replay, in turn; medians of pairs."""
     width, expert_width, layers, num_experts, k, batch, length = SHAPES[shape]
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -77,25 +78,23 @@ def measure(shape: str, experts: str, checkpointed: bool, rounds: int) -> dict[s
             value = step(model, input_ids, session, routes if kind == "on" else None)
             if turn:
                 found[kind].append(value)
-    on, off = (best(found[kind]) for kind in ("on", "off"))
+    wall, cpu = (
+        [(on[clock], off[clock]) for on, off in zip(found["on"], found["off"], strict=True)]
+        for clock in (0, 1)
+    )
     return {
         "work": f"trainer step with replay, {experts} experts"
         + (", checkpointed" if checkpointed else ""),
         "shape": f"{layers} layers, width {width}, {k} of {num_experts} experts of {expert_width}, "
         f"{batch} x {length} tokens, float32",
         "batch": batch,
-        "value": round(1e3 * on[0], 2),
+        "value": round(1e3 * statistics.median(on for on, _ in wall), 2),
         "unit": "ms",
-        "floor": round(1e3 * off[0], 2),
-        "ratio": round(on[0] / off[0], 4),
-        "cpu_ratio": round(on[1] / off[1], 4),
+        "floor": round(1e3 * statistics.median(off for _, off in wall), 2),
+        "ratio": round(statistics.median(on / off for on, off in wall), 4),
+        "cpu_ratio": round(statistics.median(on / off for on, off in cpu), 4),
         "rounds": rounds,
     }
-
-
-def best(found: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return the least time of each kind: whatever else the machine does only adds to it."""
-    return min(wall for wall, _ in found), min(cpu for _, cpu in found)
 
 
 def step(
