@@ -45,7 +45,7 @@ def test_a_family_that_does_not_record_is_refused_before_its_weights_load(
 
 @pytest.mark.parametrize("flags", [["--capture", "experts"], ["--enable-return-routed-experts"]])
 def test_the_command_line_names_the_flag(llama_folder, flags, capsys):
-    assert main(["generate", "--model", str(llama_folder), *flags, "x"]) == 2
+    assert main(["generate", "--json", "--model", str(llama_folder), *flags, "x"]) == 2
     said = capsys.readouterr().err
     assert "capture" in said and "--enable-return-routed-experts" in said
 
