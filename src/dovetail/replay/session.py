@@ -14,6 +14,7 @@ Shape legend: N tokens, L routers, K experts of a token.
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -165,14 +166,14 @@ class Replay:
         self.routes = routes
         self._session = session
         self._rows = _Rows(routes)
-        self._observed: list[tuple[Tensor, Tensor] | None] = [None] * len(session.routers)
+        self._observed: list[_Observed | None] = [None] * len(session.routers)
 
     def chooser(self, place: int, router: Router, *, is_recomputing: bool) -> Chooser:
         """Return a chooser that installs the rows of the router at ``place``."""
 
-        def observe(overlap_N: Tensor, margin_N: Tensor) -> None:
+        def observe(live_NK: Tensor, ranked_NE: Tensor) -> None:
             if not is_recomputing:
-                self._observed[place] = (overlap_N, margin_N)
+                self._observed[place] = _Observed(live_NK, margin_of(ranked_NE, live_NK))
 
         return _Installer(router, place, self._rows, observe)
 
@@ -190,14 +191,25 @@ class Replay:
         seen = [observed for observed in self._observed if observed is not None]
         if len(seen) < len(self._observed):
             raise ReplayError("no forward of the session's model has run inside the context")
-        device = seen[0][0].device
+        device = seen[0].margin_N.device
+        overlaps = [
+            overlap_of(self._rows.installed(place, one.live_NK), one.live_NK)
+            for place, one in enumerate(seen)
+        ]
         return LiveRouting(
-            torch.stack([overlap.to(device) for overlap, _ in seen], dim=1),
-            torch.stack([margin.to(device) for _, margin in seen], dim=1),
+            torch.stack([overlap.to(device) for overlap in overlaps], dim=1),
+            torch.stack([one.margin_N.to(device) for one in seen], dim=1),
             self.routes.has_row_N.to(device),
             self._session.num_experts_per_tok,
             self.routes.num_missing,
         )
+
+
+class _Observed(NamedTuple):
+    """What a report needs of one router; compared when it is asked for, not in each step."""
+
+    live_NK: Tensor
+    margin_N: Tensor
 
 
 class _Rows:
@@ -209,7 +221,12 @@ class _Rows:
         self._has_row_N1 = routes.has_row_N[:, None]
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def installed(self, place: int, live_NK: Tensor) -> Tensor:
+        """Return the ids that the router at ``place`` uses: live ones where there is no row."""
+        ids_LNK, has_row_N1 = self._on(live_NK.device)
+        return torch.where(has_row_N1, ids_LNK[place].long(), live_NK)
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return ids [L, N, K] and whether there are any [N, 1]; copied once a device."""
         if device not in self._placed:
             self._placed[device] = (self._ids_LNK.to(device), self._has_row_N1.to(device))
@@ -239,8 +256,7 @@ class _Installer:
     def experts(self, scores_NE: Tensor, live: TopK, ranked_NE: Tensor) -> TopK:
         indices = self._installed(live.indices)
         with torch.no_grad():
-            overlap = overlap_of(indices, live.indices)
-            self._observe(overlap, margin_of(ranked_NE, live.indices))
+            self._observe(live.indices, ranked_NE)
         return TopK(scores_NE.gather(1, indices), indices)
 
     def _installed(self, live_NK: Tensor) -> Tensor:
@@ -251,5 +267,4 @@ class _Installer:
                 f"router {self._router.name} was given {num_tokens} tokens, the routes have "
                 f"{num_rows}: send the index through what the input_ids go through"
             )
-        ids_LNK, has_row_N1 = self._rows.on(live_NK.device)
-        return torch.where(has_row_N1, ids_LNK[self._place].long(), live_NK)
+        return self._rows.installed(self._place, live_NK)
