@@ -306,7 +306,7 @@ def test_leaving_an_async_loop_aborts(counter):
         async for _ in counter.astream([1], params):
             break
 
-    asyncio.run(main())
+    asyncio.run(main())  # and ``clean`` sees that it does not run on
 
 
 def test_a_request_is_aborted_if_its_event_loop_is_gone(counter):

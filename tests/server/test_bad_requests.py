@@ -192,6 +192,7 @@ def test_half_a_body(small_server: Server) -> None:
     url = httpx.URL(small_server.url)
     with socket.create_connection((url.host, url.port), timeout=20) as sock:
         sock.sendall(b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"text"')
+    right(small_server.post("/generate", GOLDEN))
 
 
 def test_what_is_no_http(small_server: Server) -> None:

@@ -54,13 +54,11 @@ class Family:
 
     Attributes:
         hides_experts: its experts do not take ids and weights, so they cannot be watched.
-        num_zero_experts: that are legal beside the routed ones.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     hides_experts: bool = False
-    num_zero_experts: int = 0
 
 
 FAMILIES = {
@@ -106,7 +104,6 @@ FAMILIES = {
                 "expert_ffn_hidden_size": 16,
                 "zero_expert_num": 2,
             },
-            num_zero_experts=2,
         ),
         Family("solar_open", _GROUPS),
         Family("deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe", "moe"], "q_lora_rank": 16}),

@@ -211,8 +211,9 @@ def test_a_checkpoint_around_the_model_or_its_layers_owes_a_backward_too(
 
 def test_embeddings_that_a_hook_lets_have_gradients_owe_no_backward(model, session, routes):
     """As ``enable_input_require_grads`` does in any forward, here of an inner model."""
-    with session.replay(routes), torch.no_grad():
+    with session.replay(routes) as replay, torch.no_grad():
         model(inputs_embeds=model.model.embed_tokens(IDS).requires_grad_(), use_cache=False)
+    assert replay.calls.num_forwards == [1, 1, 1] and replay.calls.num_owed == [0, 0, 0]
 
 
 def test_a_forward_without_gradients_needs_no_backward(model, session, routes):
