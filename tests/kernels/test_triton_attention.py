@@ -205,7 +205,12 @@ def gpu_step(shape: str, rows: list[Row], page_size: int = 16, num_padding: int 
     )
 
 
-def through_table(step: Step, max_tokens: int, window: int | None = None):
+def through_table(
+    step: Step,
+    max_tokens: int,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
     ours = TritonKernels(TileTable(torch.cuda.get_device_properties(0).multi_processor_count))
     num_heads, dim = step.q_THD.shape[1:]
     work = ours.split_keys(
@@ -222,6 +227,7 @@ def through_table(step: Step, max_tokens: int, window: int | None = None):
         page_table_SB=step.page_table_SB,
         page_size=step.page_size,
         work=work,
+        sinks_H=sinks_H,
     )
 
 
@@ -249,6 +255,20 @@ def test_chunks_on_the_gpu(shape: str, page_size: int, window: int | None) -> No
         ours = through_table(step, max_tokens, window)
         assert_near(ours[:-30], expected(step, window)[:-30], rounding=2**-7)
         assert ours[-30:].eq(0).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("max_tokens", [1, 16])
+def test_sinks_and_windows_on_the_gpu(max_tokens: int, page_size: int, window: int | None) -> None:
+    """Of decode rows and of chunks; windows that begin within a page, and before the row."""
+    lens = (0, 1, 63, 299, 300, 301, 1571, 4000)
+    step = gpu_step("30b-a3b", [Row(n, max_tokens) for n in lens], page_size, num_padding=5)
+    sinks_H = 3 * randn(step.q_THD.shape[1], seed=9)
+    ours = through_table(step, max_tokens, window, sinks_H)
+    assert_near(ours[:-5], expected(step, window, sinks_H)[:-5], rounding=2**-7)
+    assert ours[-5:].eq(0).all()
 
 
 @pytest.mark.cuda
