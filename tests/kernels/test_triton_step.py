@@ -122,10 +122,12 @@ class RunAnew:
         self.padded = tiers.padded
         self.runner: CudaRunner | None = None
         self.seen: set[StepShape] = set()
+        self.not_held: set[StepShape] = set()
 
     def replay(self, padded: StepShape) -> Forwarded | None:
         assert self.runner is not None
         if padded not in self._tiers.shapes:
+            self.not_held.add(padded)
             return None
         self.seen.add(padded)
         return self.runner.forward(padded)
@@ -236,6 +238,19 @@ def test_padding_changes_nothing(tiny_moe_folder: Path) -> None:
     make = make_executor(tiny_moe_folder, make_graphs)
     check_it_gives_what_the_cpu_gives(tiny_moe_folder, 1, make)
     assert {(shape.num_rows, shape.num_tokens) for shape in made[0].seen} >= {(4, 4), (5, 13)}
+
+
+def test_a_step_that_no_graph_holds_is_run_by_itself(
+    tiny_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As prompts above the last tier are: padded, but not replayed."""
+    monkeypatch.setattr("dovetail.exec.cuda.graphs._MAX_TOKENS", 6)
+    monkeypatch.setattr("dovetail.exec.cuda.graphs._ROUND", 5)
+    graphs = RunAnew(Tiers(max_rows=5, max_tokens=13, tile_tokens=RefKernels().tile_tokens(3)))
+    make = make_executor(tiny_moe_folder, lambda config: graphs)
+    check_it_gives_what_the_cpu_gives(tiny_moe_folder, 1, make)
+    assert {shape.num_tokens for shape in graphs.seen} >= {4, 6}
+    assert {shape.num_tokens for shape in graphs.not_held} == {10, 13}
 
 
 def test_tiers_hold_every_step_they_are_asked_for() -> None:
