@@ -28,6 +28,7 @@ from dovetail.errors import RequestError
 from dovetail.exec.cuda.clock import CudaClock
 from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.device import CpuDevice, Device
+from dovetail.exec.gpu import find_gpu
 from dovetail.exec.pending import PendingStep
 from dovetail.exec.trace import HostClock, Recorder, Span, note_lanes
 from dovetail.sched.plan import FROM_DEVICE, StepPlan
@@ -63,7 +64,7 @@ class Tracer:
     """An engine whose loop is noted; make it, generate, then ask for the steps."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        config = resolve(options_from(options))
+        config = resolve(options_from(options), find_gpu())
         device, self.recorder = noted_device(config)
         with starting_bars() as on_progress:
             self.engine = Engine(on_progress=on_progress, on_device=device, **options)

@@ -9,7 +9,9 @@ from PIL import Image
 
 from dovetail.cli import main, trace
 from dovetail.cli.timeline import COLOURS, draw_timeline
-from dovetail.cli.trace import SKIPPED, chrome_trace, steps_in_a_row, summarise
+from dovetail.cli.trace import SKIPPED, Tracer, chrome_trace, steps_in_a_row, summarise
+from dovetail.config.gpu import Gpu
+from dovetail.config.schema import EngineConfig
 from dovetail.errors import RequestError
 from dovetail.exec.device import ThreadedCpuDevice
 from dovetail.exec.trace import HostClock, Recorder, Span, note_lanes
@@ -37,6 +39,21 @@ def test_a_trace_has_every_call_and_work_of_its_steps(tmp_path: Path, capsys) ->
     assert sorted(shown) == sorted((row, name, step) for row, name in once for step in steps)
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("gpu", "device"), [(None, "cpu"), (Gpu(name="NVIDIA H200"), "cuda")])
+def test_lanes_are_those_of_the_device_that_an_engine_takes(
+    gpu: Gpu | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No --device: the GPU, if there is one."""
+
+    def noted(config: EngineConfig) -> None:
+        raise LookupError(config.device)
+
+    monkeypatch.setattr(trace, "find_gpu", lambda: gpu)
+    monkeypatch.setattr(trace, "noted_device", noted)
+    with pytest.raises(LookupError, match=device):
+        Tracer({})
 
 
 def test_idle_is_the_time_in_which_the_compute_lane_has_nothing() -> None:
