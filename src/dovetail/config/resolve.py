@@ -159,6 +159,8 @@ def _decide_device(
     if options.device != "auto":
         reasons["device"] = "given"
         if options.device == "cuda":
+            if gpu is not None and gpu.problem is not None:
+                raise ConfigError("device", f"cannot be the {gpu.name}, because {gpu.problem}")
             check()
         return options.device
     if gpu is None:
