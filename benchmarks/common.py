@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+import dovetail
+
 
 def describe_run(argv: Sequence[str], *packages: str) -> dict[str, object]:
     """Return the fields that describe this run; ``packages`` adds versions of peers.
@@ -23,8 +25,9 @@ def describe_run(argv: Sequence[str], *packages: str) -> dict[str, object]:
         "best_peer": None,
         "device": cpu_name(),
         "rates": rates(),
-        "versions": {name: _version(name) for name in ("dovetail", "torch", "numpy", *packages)}
-        | {"python": platform.python_version()},
+        "versions": {"dovetail": dovetail.__version__}
+        | {name: _version(name) for name in ("torch", "numpy", *packages)}
+        | {"python": platform.python_version(), "cuda": torch.version.cuda},
         "commit": commit(),
         "command": "python " + " ".join(argv),
     }
