@@ -18,6 +18,7 @@ from dovetail.exec.cuda.shaped import ShapedDraws, Shaping
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors
 from dovetail.exec.device import CpuDevice
 from dovetail.exec.executor import Executor
+from dovetail.exec.ring import BlockRing, TransferBlock
 from dovetail.kernels.ref.backend import RefKernels
 from dovetail.kernels.triton.backend import TritonKernels
 from dovetail.kernels.triton.tiles import TileTable
@@ -251,6 +252,37 @@ def test_a_step_that_no_graph_holds_is_run_by_itself(
     check_it_gives_what_the_cpu_gives(tiny_moe_folder, 1, make)
     assert {shape.num_tokens for shape in graphs.seen} >= {4, 6}
     assert {shape.num_tokens for shape in graphs.not_held} == {10, 13}
+
+
+def test_before_the_first_step_no_transfer_block_is_used(
+    tiny_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest step by itself, and what is recorded, read padding that lies on the device.
+
+    So they need no fence; the first step takes a block, as every step does.
+    """
+    taken: list[BlockRing] = []
+    original = BlockRing.acquire
+
+    def acquire(ring: BlockRing) -> TransferBlock:
+        taken.append(ring)
+        return original(ring)
+
+    monkeypatch.setattr(BlockRing, "acquire", acquire)
+    harness = Harness(
+        tiny_moe_folder, depth=0, make_executor=make_executor(tiny_moe_folder), **OPTIONS
+    )
+    runner = harness.executor._runner
+    inputs = [tensor.clone() for tensor in runner._inputs.tensors]
+    runner.rehearse()
+    for shape in Tiers(max_rows=5, max_tokens=13, tile_tokens=RefKernels().tile_tokens(3)).shapes:
+        runner.forward(shape)
+    assert not taken
+    assert all(map(torch.equal, inputs, runner._inputs.tensors))
+    assert runner._kv.sidecars["experts"].rows[:-1].eq(255).all(), "a row that is not the sink"
+    harness.add([5, 6, 7], max_new_tokens=4)
+    harness.step()
+    assert len(taken) == 2  # a packet, a result
 
 
 def test_tiers_hold_every_step_they_are_asked_for() -> None:
