@@ -14,7 +14,7 @@ from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
 from dovetail.exec.cuda.graphs import Tiers, decode_tiers, token_tiers
 from dovetail.exec.cuda.runner import CudaRunner
-from dovetail.exec.cuda.shaped import ShapedDraws, Shaping
+from dovetail.exec.cuda.shaped import ShapedDraws
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors
 from dovetail.exec.device import CpuDevice
 from dovetail.exec.executor import Executor
@@ -206,24 +206,34 @@ def test_a_row_keeps_its_bits_whatever_its_neighbours_ask_for(tiny_moe_folder: P
     slots = SlotTensors(config, DEVICE)
     inputs = StepTensors(config, DEVICE, tile_tokens=16, sink=0)
     tokens = torch.zeros(16, dtype=torch.int32, device=DEVICE)
-    shaped = ShapedDraws(slots, inputs, tokens, 16, TritonKernels(TileTable(4)))
+    kernels = TritonKernels(TileTable(4))
+    shaped = ShapedDraws(
+        slots, inputs, tokens_C=tokens, page_size=16, kernels=kernels, vocab_size=2600
+    )
     inputs.rows_6R[0], inputs.rows_6R[5] = ints(range(8)), 1
     inputs.temperature_R.fill_(0.7)
     inputs.seed_R.copy_(ints(range(8)))
-    slots.param("temperature").fill_(0.7)
+    slots.param("repetition_penalty").fill_(1.0)
     slots.param("top_p").fill_(1.0)
     slots.param("top_k")[6] = 3
     slots.param("logprob_kind")[7] = LogprobKindId.RAW
     logits = randn(8, 2600) - 7.0
     logits[:, 7] = 0.0  # of a total near 1, the logarithm shows how it was summed up
-    plain = shaped.draw(logits, Shaping())
-    draws = shaped.draw(logits, Shaping(num_cut=1, has_raw=True))
-    assert draws.outside_NV is not None
-    assert draws.outside_NV.sum(dim=1).tolist() == [0] * 6 + [2597, 0]
-    for name in ("ids_N", "logprobs_N", "log_total_N"):
-        assert torch.equal(getattr(plain, name)[:6], getattr(draws, name)[:6])
-    wanted = torch.stack([(logits[6] / 0.7).log_softmax(-1), logits[7].log_softmax(-1)])
-    chosen = wanted.gather(1, draws.ids_N[6:, None]).view(-1)
+    plain = kernels.sample_plain(
+        logits,
+        temperature_N=inputs.temperature_R,
+        seed_N=inputs.seed_R,
+        position_N=inputs.end_R,
+        sample_index_N=inputs.sample_index_R,
+    )
+    draws = shaped.draw(logits)
+    outside = shaped.spread(logits, draws).outside_NV
+    assert outside is not None
+    assert outside.sum(dim=1).tolist() == [0] * 6 + [2597, 0]
+    for ours, theirs in zip(draws, plain, strict=True):
+        assert torch.equal(ours[:6], theirs[:6])
+    scaled = torch.stack([logits[6] / 0.7, logits[7]])
+    chosen = scaled.log_softmax(-1).gather(1, draws.ids_N[6:, None]).view(-1)
     torch.testing.assert_close(draws.logprobs_N[6:], chosen, rtol=0, atol=1e-5)
 
 

@@ -119,6 +119,33 @@ class PlainDraws(NamedTuple):
     log_total_N: Tensor
 
 
+class ShapedLogits(NamedTuple):
+    """What rows are drawn from where something shapes draws.
+
+    Attributes:
+        raw_NV: float32, the model's own; contiguous.
+        changed_NV: float32, contiguous: after penalties and biases, of rows that have some. Of all
+            others, junk.
+        is_changed_N: int32, which rows those are.
+    """
+
+    raw_NV: Tensor
+    changed_NV: Tensor
+    is_changed_N: Tensor
+
+
+class Borders(NamedTuple):
+    """What truncation leaves of rows: tokens with a larger scaled logit, and equal ones up to an id.
+
+    Attributes:
+        least_N: float32; -inf where nothing is cut off.
+        last_N: int32.
+    """
+
+    least_N: Tensor
+    last_N: Tensor
+
+
 class LayerKernels(Protocol):
     """The operations that layers call themselves; ``kernels.api`` has them too."""
 
@@ -291,5 +318,69 @@ class Kernels(LayerKernels, Protocol):
             seed_N: int64, the bit pattern of the seed.
             position_N: int64, the index that the drawn token will have in its sequence.
             sample_index_N: int64.
+        """
+        ...
+
+    def truncate(
+        self,
+        logits: ShapedLogits,
+        *,
+        temperature_N: Tensor,
+        top_k_N: Tensor,
+        top_p_N: Tensor,
+        min_p_N: Tensor,
+        work_NV: Tensor,
+        out: Borders,
+    ) -> Borders:
+        """Truncate as ``kernels.api.sample`` does, to the same tokens.
+
+        Args:
+            logits: what is truncated, before it is divided by the temperature.
+            temperature_N: float32; 0 is greedy and cuts nothing.
+            top_k_N: int32, 0 keeps all.
+            top_p_N, min_p_N: float32; 1 and 0 keep all.
+            work_NV: int32, contiguous; room to work in.
+            out: where to write, and what is returned.
+        """
+        ...
+
+    def sample_shaped(
+        self,
+        logits: ShapedLogits,
+        borders: Borders,
+        *,
+        temperature_N: Tensor,
+        seed_N: Tensor,
+        position_N: Tensor,
+        sample_index_N: Tensor,
+        logprob_kind_N: Tensor,
+    ) -> PlainDraws:
+        """Draw one token a row, of those within its border; else as ``sample_plain``.
+
+        A row that nothing shapes gets the bits that ``sample_plain`` gives it among as many rows.
+
+        Args:
+            logits: what is drawn from.
+            borders: see ``truncate``.
+            temperature_N, seed_N, position_N, sample_index_N: see ``sample_plain``.
+            logprob_kind_N: int32, see ``kernels.api.sample``.
+
+        Returns:
+            Logprobs and totals are of the row's kind. Status 2 means that no token was left.
+        """
+        ...
+
+    def spread(
+        self,
+        logits: ShapedLogits,
+        borders: Borders,
+        *,
+        temperature_N: Tensor,
+        logprob_kind_N: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what ``sample_shaped`` drew from, row by row, as ``kernels.api.Draws`` has it.
+
+        Returns:
+            ``scaled_NV``, ``reported_NV`` and ``outside_NV``.
         """
         ...

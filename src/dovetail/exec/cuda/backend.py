@@ -12,6 +12,7 @@ from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.cuda.graphs import CudaGraphs, Tiers
 from dovetail.exec.cuda.profile import drop_unused, memory_use
 from dovetail.exec.cuda.runner import CudaRunner
+from dovetail.exec.cuda.shaped_graphs import ShapedGraphs
 from dovetail.exec.cuda.upload import staged_copies
 from dovetail.exec.device import Device
 from dovetail.exec.executor import Runner
@@ -19,6 +20,7 @@ from dovetail.kernels.registry import load_kernels
 from dovetail.models.causal_lm import CausalLM
 
 MEASURING, RECORDING = "measuring memory", "recording graphs"
+RECORDING_DRAWS = "recording shaped draws"
 
 
 def backend(config: EngineConfig, device: Device | None) -> Backend:
@@ -60,11 +62,18 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
 
     def make_runner(config: EngineConfig, model: CausalLM, on_progress: OnProgress) -> Runner:
         graphs = CudaGraphs(tiers) if config.graphs else None
-        runner = CudaRunner(config, model, gpu, kernels, graphs)
+        shaped_graphs = ShapedGraphs()
+        runner = CudaRunner(config, model, gpu, kernels, graphs, shaped_graphs)
         # Memory was allocated and filled on another stream than the lanes'.
         torch.cuda.synchronize(gpu.torch_device)
         if graphs is not None:  # before the first step, while the inputs are padding
             gpu.compute.submit(graphs.record, runner.forward, partial(on_progress, RECORDING))
+            gpu.compute.submit(
+                shaped_graphs.record,
+                runner.draw_shaped,
+                graphs.forwards,
+                partial(on_progress, RECORDING_DRAWS),
+            )
             torch.cuda.synchronize(gpu.torch_device)
         return runner
 

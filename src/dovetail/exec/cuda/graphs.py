@@ -109,7 +109,7 @@ class CudaGraphs:
         """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
-        with _no_collection():
+        with no_collection():
             for shape in self._tiers.shapes:
                 forward(shape)  # compiles, and allocates what is allocated once
                 stream.synchronize()
@@ -120,6 +120,11 @@ class CudaGraphs:
                     forwarded = forward(shape)
                 self._graphs[shape] = graph, forwarded
                 on_progress(len(self._graphs), len(self._tiers.shapes))
+
+    @property
+    def forwards(self) -> dict[StepShape, Forwarded]:
+        """What each recorded forward leaves, in the order of recording."""
+        return {shape: forwarded for shape, (_, forwarded) in self._graphs.items()}
 
     def padded(self, shape: StepShape) -> StepShape:
         """See ``StepGraphs``."""
@@ -135,7 +140,7 @@ class CudaGraphs:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keep Python from collecting garbage: to free another engine's graphs ends a recording."""
     gc.collect()
     was_enabled = gc.isenabled()

@@ -14,6 +14,7 @@ from dovetail.config.schema import EngineConfig
 from dovetail.errors import ConfigError, DeviceError
 from dovetail.exec.cuda.graphs import CudaGraphs
 from dovetail.exec.cuda.runner import CudaRunner
+from dovetail.exec.cuda.shaped_graphs import ShapedGraphs
 from dovetail.exec.device import Device
 from dovetail.exec.executor import transfer_bytes
 from dovetail.kernels.backend import Kernels
@@ -49,6 +50,11 @@ def memory_use(
         torch.cuda.synchronize(device.torch_device)
         if graphs is not None:
             device.compute.submit(graphs.record, runner.forward, on_progress)
+            # Rerecorded with the pool; what they say of progress, those will say again.
+            shaped_graphs = ShapedGraphs()
+            device.compute.submit(
+                shaped_graphs.record, runner.draw_shaped, graphs.forwards, lambda done, total: None
+            )
         device.compute.submit(runner.rehearse)
         torch.cuda.synchronize(device.torch_device)
     except DeviceError as error:

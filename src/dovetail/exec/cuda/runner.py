@@ -17,7 +17,8 @@ from dovetail.capture.direct import DirectRecorder
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.cuda.graphs import StepGraphs
 from dovetail.exec.cuda.pack import pack
-from dovetail.exec.cuda.shaped import ShapedDraws, Shaping
+from dovetail.exec.cuda.shaped import ShapedDraws
+from dovetail.exec.cuda.shaped_graphs import ShapedGraphs
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors, step_shape
 from dovetail.exec.cuda.tenants import Tenants
 from dovetail.exec.cuda.unpack import Unpacker
@@ -26,7 +27,6 @@ from dovetail.exec.kv import KVStore
 from dovetail.exec.packet import packet_schema
 from dovetail.exec.readback import RESULT_WORDS, PayloadLayout, PayloadSlice
 from dovetail.exec.scores import ScoredStep, ScoreWriter
-from dovetail.kernels import api
 from dovetail.kernels.backend import Kernels, PlainDraws, QueryTiles, WorkItems
 from dovetail.models.causal_lm import CausalLM
 from dovetail.sched.plan import RowStatus, StepPlan
@@ -58,12 +58,14 @@ class CudaRunner:
         device: Device,
         kernels: Kernels,
         graphs: StepGraphs | None = None,
+        shaped_graphs: ShapedGraphs | None = None,
     ) -> None:
         where, geometry = device.torch_device, config.model
         self._config = config
         self._model = model
         self._kernels = kernels
         self._graphs = graphs
+        self._shaped_graphs = shaped_graphs
         self._heads = (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim)
         self._tile_tokens = kernels.tile_tokens(geometry.num_heads // geometry.num_kv_heads)
         self._kv = KVStore(config, device)
@@ -74,11 +76,12 @@ class CudaRunner:
         self._tenants = Tenants(config)
         self._scores = ScoreWriter(model, self._tenants.params.columns, self._slots.report_ids)
         self._shaped = ShapedDraws(
-            slots=self._slots,
-            inputs=self._inputs,
+            self._slots,
+            self._inputs,
             tokens_C=self._kv.sidecars["tokens"].rows,
             page_size=config.page_size,
             kernels=kernels,
+            vocab_size=geometry.vocab_size,
         )
         self._unpacker = Unpacker(
             schema=packet_schema(config),
@@ -88,7 +91,9 @@ class CudaRunner:
             page_size=config.page_size,
             tile_tokens=self._tile_tokens,
         )
-        device.register_state(*self._slots.tensors, *self._inputs.tensors)
+        device.register_state(
+            *self._slots.tensors, *self._inputs.tensors, *self._shaped.tensors
+        )
 
     @torch.inference_mode()
     def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
@@ -124,22 +129,20 @@ class CudaRunner:
             forwarded = self._graphs.replay(shape)
         if forwarded is None:
             forwarded = self.forward(shape)
-        draws, shaping = None, self._tenants.shaping(plan)
-        if shaping is not None:
-            draws = self._shaped.draw(forwarded.logits_RV[: len(plan.rows)], shaping)
+        is_shaped = self._tenants.are_shaped(plan)
+        draws = self._draw_shaped(shape, forwarded) if is_shaped else forwarded.draws
         pack(
             self._inputs,
             self._slots,
-            forwarded.draws
-            if draws is None
-            else PlainDraws(draws.ids_N, draws.logprobs_N, draws.status_N, draws.log_total_N),
+            draws,
             forwarded.is_spoilt_T,
             result,
             num_rows=len(plan.rows),
         )
         if payload is not None:
-            self._pack_snapshot(plan, layout, DevicePayload(payload))
-            self._write_scores(plan, forwarded, draws, layout, DevicePayload(payload), result)
+            block = DevicePayload(payload)
+            self._pack_snapshot(plan, layout, block)
+            self._write_scores(plan, forwarded, draws if is_shaped else None, layout, block, result)
 
     @torch.inference_mode()
     def forward(self, shape: StepShape) -> Forwarded:
@@ -179,6 +182,14 @@ class CudaRunner:
         return Forwarded(hidden_TM, logits_RV, is_spoilt_T, draws)
 
     @torch.inference_mode()
+    def draw_shaped(self, logits_RV: Tensor) -> PlainDraws:
+        """Draw again for the step that the inputs hold, with all that its rows ask for.
+
+        Can be recorded as ``forward`` can.
+        """
+        return self._shaped.draw(logits_RV)
+
+    @torch.inference_mode()
     def rehearse(self) -> None:
         """Run the largest step there can be, by itself, with all that may be asked of it.
 
@@ -188,9 +199,16 @@ class CudaRunner:
         num_rows, num_tokens = self._config.max_running, self._config.max_step_tokens
         num_tiles = num_rows + -(-num_tokens // self._tile_tokens)
         forwarded = self.forward(StepShape(num_rows, num_tokens, num_rows, num_tiles))
-        everything = Shaping(penalises=True, biases=True, num_cut=num_rows, has_raw=True)
-        draws = self._shaped.draw(forwarded.logits_RV, everything)
-        self._scores.rehearse(forwarded.hidden_TM, draws)
+        draws = self._shaped.draw(forwarded.logits_RV)
+        self._scores.rehearse(
+            forwarded.hidden_TM, self._shaped.spread(forwarded.logits_RV, draws)
+        )
+
+    def _draw_shaped(self, shape: StepShape, forwarded: Forwarded) -> PlainDraws:
+        draws = None
+        if self._shaped_graphs is not None:
+            draws = self._shaped_graphs.replay(shape)
+        return self.draw_shaped(forwarded.logits_RV) if draws is None else draws
 
     def _works(self, shape: StepShape) -> list[WorkItems]:
         """Divide the work of attention: decode rows, and prompt chunks."""
@@ -212,18 +230,23 @@ class CudaRunner:
         self,
         plan: StepPlan,
         forwarded: Forwarded,
-        draws: api.Draws | None,
+        draws: PlainDraws | None,
         layout: PayloadLayout,
         payload: DevicePayload,
         result: Tensor,
     ) -> None:
-        width = plan.rows.width
+        if not layout.scores:
+            return
+        width, whole = plan.rows.width, None
+        if any(not score.is_prompt for score in plan.scores):
+            assert draws is not None
+            whole = self._shaped.spread(forwarded.logits_RV[: len(width)], draws)
         step = ScoredStep(
             hidden_TM=forwarded.hidden_TM,
             first_token_R=np.cumsum(width) - width,
             slot_R=plan.rows.slot,
             targets=self._inputs.targets_T,
-            draws=draws,
+            draws=whole,
             draw_of_row_R=np.arange(len(width)),
         )
         words = result.view(torch.int32)[: RESULT_WORDS * self._config.max_running]

@@ -6,14 +6,12 @@ submitted in the order in which the device runs them, so the copy is that of the
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
-from dovetail.exec.cuda.shaped import CUTTING, Shaping, is_cut
 from dovetail.sampling.state import SLOT_COLUMNS, SamplingState
 from dovetail.sched.plan import LogprobKindId, StepPlan
-
 
 class Tenants:
     """The tenants of all slots. Submitting thread only.
@@ -24,6 +22,7 @@ class Tenants:
 
     def __init__(self, config: EngineConfig) -> None:
         self.params = SamplingState(config.max_running, device=torch.device("cpu"))
+        self._is_shaped = np.zeros(config.max_running, dtype=bool)
         self._generation = np.zeros(config.max_running, dtype=np.int32)
 
     def apply(self, plan: StepPlan) -> None:
@@ -36,6 +35,7 @@ class Tenants:
                 for name, column in SLOT_COLUMNS.items()
             }
             self.params.write_slots(writes.slot, values)
+            self._is_shaped[writes.slot] = _is_shaped(values)
         if len(tokens):
             self.params.write_tokens(
                 table=tokens.table,
@@ -53,21 +53,21 @@ class Tenants:
             stale = np.asarray(slots)[is_stale].tolist()
             raise InvariantError(f"a plan names stale slots {stale}")
 
-    def shaping(self, plan: StepPlan) -> Shaping | None:
-        """Return what shapes the draws of a plan; None if its rows draw plainly, and no more."""
+    def are_shaped(self, plan: StepPlan) -> bool:
+        """Return whether something shapes draws of a plan, or more is reported than tokens."""
         slots = plan.rows.slot[plan.rows.samples > 0]
-        of = {name: column[slots] for name, column in self.params.columns.items()}
-        shaping = Shaping(
-            penalises=bool(
-                (
-                    (of["repetition_penalty"] != 1.0)
-                    | (of["frequency_penalty"] != 0.0)
-                    | (of["presence_penalty"] != 0.0)
-                ).any()
-            ),
-            biases=bool(of["num_biases"].any()),
-            num_cut=int(np.count_nonzero(is_cut(**{name: of[name] for name in CUTTING}))),
-            has_raw=bool((of["logprob_kind"] == LogprobKindId.RAW).any()),
-        )
-        reports = any(not score.is_prompt for score in plan.scores)
-        return None if shaping == Shaping() and not reports else shaping
+        return bool(self._is_shaped[slots].any()) or any(not s.is_prompt for s in plan.scores)
+
+
+def _is_shaped(of: dict[str, NDArray[np.generic]]) -> NDArray[np.bool_]:
+    """Return whether tenants draw otherwise than plainly, by their sampling parameters."""
+    is_cut = (of["top_k"] > 0) | (of["top_p"] < 1.0) | (of["min_p"] > 0.0)
+    is_penalised = (
+        (of["repetition_penalty"] != 1.0)
+        | (of["frequency_penalty"] != 0.0)
+        | (of["presence_penalty"] != 0.0)
+    )
+    reports_raw = of["logprob_kind"] == LogprobKindId.RAW
+    return (
+        (is_cut & (of["temperature"] != 0.0)) | is_penalised | (of["num_biases"] > 0) | reports_raw
+    )

@@ -162,6 +162,7 @@ def _row_kernel(
     last = tl.where(is_real, first + width - 1, row)
     is_kept = row < rows_stride
     tl.store(last_ptr + row, last.to(tl.int64), mask=is_kept)
+    tl.store(rows_ptr + 5 * rows_stride + row, 0, mask=is_kept & (is_real == 0))
     temperature = tl.load(temperature_ptr + slot, mask=is_real, other=0.0)
     seed = tl.load(seed_ptr + slot, mask=is_real, other=0)
     sample_index = tl.load(sample_index_ptr + slot, mask=is_real, other=0)

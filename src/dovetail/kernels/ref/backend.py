@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.kernels.backend import Capture, PlainDraws, QueryTiles, WorkItems
+from dovetail.kernels.backend import (
+    Borders,
+    Capture,
+    PlainDraws,
+    QueryTiles,
+    ShapedLogits,
+    WorkItems,
+)
 from dovetail.kernels.ref import activation, moe, norm, rotary, sampling
 
 
@@ -179,6 +186,93 @@ class RefKernels:
             logprob_kind_N=torch.full_like(seed_N, sampling.KIND_SCALED),
         )
         return PlainDraws(draws.ids_N, draws.logprobs_N, draws.status_N, draws.log_total_N)
+
+    def truncate(
+        self,
+        logits: ShapedLogits,
+        *,
+        temperature_N: Tensor,
+        top_k_N: Tensor,
+        top_p_N: Tensor,
+        min_p_N: Tensor,
+        work_NV: Tensor,
+        out: Borders,
+    ) -> Borders:
+        """See ``Kernels.truncate``."""
+        scaled_NV = _scaled(logits, temperature_N)
+        cuts_N = (top_k_N > 0) | (top_p_N < 1.0) | (min_p_N > 0.0)
+        inside_NV = ~(cuts_N & (temperature_N != 0.0))[:, None] | sampling.support_mask(
+            scaled_NV, top_k_N=top_k_N, top_p_N=top_p_N, min_p_N=min_p_N
+        )
+        # NaN, which no border cuts off, is left out of it.
+        is_ranked_NV = inside_NV & ~torch.isnan(scaled_NV)
+        least_N = scaled_NV.masked_fill(~is_ranked_NV, torch.inf).amin(dim=-1)
+        is_whole_N = inside_NV.all(dim=-1)
+        out.least_N.copy_(torch.where(is_whole_N, -torch.inf, least_N))
+        token_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
+        is_last_NV = is_ranked_NV & (scaled_NV == least_N[:, None])
+        last_N = torch.where(is_last_NV, token_V, -1).amax(dim=-1)
+        out.last_N.copy_(torch.where(is_whole_N, scaled_NV.shape[1], last_N))
+        return out
+
+    def sample_shaped(
+        self,
+        logits: ShapedLogits,
+        borders: Borders,
+        *,
+        temperature_N: Tensor,
+        seed_N: Tensor,
+        position_N: Tensor,
+        sample_index_N: Tensor,
+        logprob_kind_N: Tensor,
+    ) -> PlainDraws:
+        """See ``Kernels.sample_shaped``."""
+        _, reported_NV, outside_NV = self.spread(
+            logits, borders, temperature_N=temperature_N, logprob_kind_N=logprob_kind_N
+        )
+        left_NV = _processed(logits).masked_fill(outside_NV, -torch.inf)
+        drawn = self.sample_plain(
+            left_NV,
+            temperature_N=temperature_N,
+            seed_N=seed_N,
+            position_N=position_N,
+            sample_index_N=sample_index_N,
+        )
+        log_total_N = torch.logsumexp(reported_NV, dim=-1)
+        logprobs_N = reported_NV.gather(1, drawn.ids_N[:, None]).view(-1) - log_total_N
+        status_N = (~torch.isfinite(log_total_N)).to(torch.int64)
+        is_empty_N = left_NV.amax(dim=-1) == -torch.inf
+        is_empty_N &= torch.isfinite(logits.raw_NV.amax(dim=-1))
+        status_N.masked_fill_(is_empty_N, sampling.STATUS_EMPTY_SUPPORT)
+        return PlainDraws(drawn.ids_N, logprobs_N, status_N, log_total_N)
+
+    def spread(
+        self,
+        logits: ShapedLogits,
+        borders: Borders,
+        *,
+        temperature_N: Tensor,
+        logprob_kind_N: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``Kernels.spread``."""
+        scaled_NV, least_N1 = _scaled(logits, temperature_N), borders.least_N[:, None]
+        token_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
+        is_behind_NV = token_V > borders.last_N[:, None]
+        outside_NV = (scaled_NV < least_N1) | ((scaled_NV == least_N1) & is_behind_NV)
+        kind_N1 = logprob_kind_N[:, None]
+        is_hidden_NV = outside_NV & (kind_N1 == sampling.KIND_TRUNCATED)
+        reported_NV = scaled_NV.masked_fill(is_hidden_NV, -torch.inf)
+        reported_NV = torch.where(kind_N1 == sampling.KIND_RAW, logits.raw_NV, reported_NV)
+        return scaled_NV, reported_NV, outside_NV
+
+
+def _processed(logits: ShapedLogits) -> Tensor:
+    """Return the rows that are drawn from."""
+    return torch.where(logits.is_changed_N[:, None] != 0, logits.changed_NV, logits.raw_NV)
+
+
+def _scaled(logits: ShapedLogits, temperature_N: Tensor) -> Tensor:
+    return _processed(logits) / torch.where(temperature_N == 0.0, 1.0, temperature_N)[:, None]
 
 
 def _attend(

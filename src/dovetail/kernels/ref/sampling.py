@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dovetail.kernels import masses
+
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -71,17 +73,42 @@ def gumbel_noise(
     return (-torch.log(-torch.log1p(-u_NV))).clamp_(min=torch.finfo(torch.float32).min)
 
 
+def depths(scaled_NV: Tensor, top_N: Tensor) -> Tensor:
+    """Return how far below the likeliest token each one is, int64 [N, V]; see ``kernels.masses``."""
+    steps_NV = (top_N[:, None] - scaled_NV) * masses.STEPS_PER_NAT
+    return torch.where(steps_NV < masses.DEEPEST, steps_NV, masses.DEEPEST).to(torch.int64)
+
+
+def masses_of(depth_NV: Tensor) -> Tensor:
+    """Return the mass at each depth, int64; see ``kernels.masses``."""
+    part_NV = depth_NV & ((1 << masses.STEP_BITS) - 1)
+    *others, last = masses.COEFFICIENTS
+    mass_NV = torch.full_like(depth_NV, last)
+    for coefficient in reversed(others):
+        mass_NV = coefficient - (mass_NV.mul_(part_NV) >> masses.STEP_BITS)
+    octaves_NV = (depth_NV >> masses.STEP_BITS).clamp_(max=63)
+    return (mass_NV << (masses.MASS_BITS - 30)) >> octaves_NV
+
+
 def support_mask(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
     """See ``kernels.api.support_mask``."""
     sorted_NV, order_NV = torch.sort(scaled_NV, dim=-1, descending=True, stable=True)
+    top_N = sorted_NV[:, 0]
     rank_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
     keep_NV = (rank_V < top_k_N[:, None]) | (top_k_N[:, None] == 0)
-    probs_NV = torch.softmax(sorted_NV.masked_fill(~keep_NV, float("-inf")), dim=-1)
-    before_NV = probs_NV.cumsum(dim=-1) - probs_NV
-    keep_NV &= (before_NV < top_p_N[:, None]) | (top_p_N[:, None] >= 1.0)
-    keep_NV &= probs_NV >= min_p_N[:, None] * probs_NV[:, :1]
-    keep_NV[:, 0] = True
+    mass_NV = masses_of(depths(sorted_NV, top_N)).mul_(keep_NV)
+    gathered_NV = mass_NV.cumsum(dim=-1)
+    # In float64, where each operation has one result: a budget is the same on every device.
+    budget_N = torch.ceil(top_p_N.double() * gathered_NV[:, -1].double()).to(torch.int64)
+    before_NV = gathered_NV - mass_NV
+    keep_NV &= (before_NV < budget_N[:, None]) | (top_p_N[:, None] >= 1.0)
+    keep_NV &= mass_NV >= _least_mass(min_p_N)[:, None]
+    keep_NV |= ~torch.isfinite(top_N)[:, None]  # such a row has failed, whatever is left of it
     return torch.zeros_like(keep_NV).scatter_(1, order_NV, keep_NV)
+
+
+def _least_mass(min_p_N: Tensor) -> Tensor:
+    return torch.ceil(min_p_N.double() * 2**masses.MASS_BITS).to(torch.int64)
 
 
 def penalize(

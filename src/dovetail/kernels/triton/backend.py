@@ -5,8 +5,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.errors import ConfigError
-from dovetail.kernels.backend import Capture, PlainDraws, QueryTiles, WorkItems
-from dovetail.kernels.triton import activation, attention, experts, norm, rotary, router, sampling
+from dovetail.kernels.backend import (
+    Borders,
+    Capture,
+    PlainDraws,
+    QueryTiles,
+    ShapedLogits,
+    WorkItems,
+)
+from dovetail.kernels.triton import (
+    activation,
+    attention,
+    experts,
+    norm,
+    rotary,
+    router,
+    sampling,
+    shaped_sampling,
+    truncation,
+)
 from dovetail.kernels.triton.tiles import RowTiles, SlotwiseTiles, TileTable
 
 
@@ -157,4 +174,63 @@ class TritonKernels:
             position_N=position_N,
             sample_index_N=sample_index_N,
             tiles=self._table.sample(len(logits_NV), logits_NV.shape[1]),
+        )
+
+    def truncate(
+        self,
+        logits: ShapedLogits,
+        *,
+        temperature_N: Tensor,
+        top_k_N: Tensor,
+        top_p_N: Tensor,
+        min_p_N: Tensor,
+        work_NV: Tensor,
+        out: Borders,
+    ) -> Borders:
+        """See ``Kernels.truncate``."""
+        return truncation.truncate(
+            logits,
+            temperature_N=temperature_N,
+            top_k_N=top_k_N,
+            top_p_N=top_p_N,
+            min_p_N=min_p_N,
+            work_NV=work_NV,
+            out=out,
+            tiles=self._table.truncate(len(work_NV)),
+        )
+
+    def sample_shaped(
+        self,
+        logits: ShapedLogits,
+        borders: Borders,
+        *,
+        temperature_N: Tensor,
+        seed_N: Tensor,
+        position_N: Tensor,
+        sample_index_N: Tensor,
+        logprob_kind_N: Tensor,
+    ) -> PlainDraws:
+        """See ``Kernels.sample_shaped``."""
+        return shaped_sampling.sample_shaped(
+            logits,
+            borders,
+            temperature_N=temperature_N,
+            seed_N=seed_N,
+            position_N=position_N,
+            sample_index_N=sample_index_N,
+            logprob_kind_N=logprob_kind_N,
+            tiles=self._table.sample(*logits.raw_NV.shape),
+        )
+
+    def spread(
+        self,
+        logits: ShapedLogits,
+        borders: Borders,
+        *,
+        temperature_N: Tensor,
+        logprob_kind_N: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``Kernels.spread``."""
+        return shaped_sampling.spread(
+            logits, borders, temperature_N=temperature_N, logprob_kind_N=logprob_kind_N
         )

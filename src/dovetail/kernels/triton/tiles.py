@@ -91,6 +91,14 @@ class SampleTiles:
     num_warps: int
 
 
+@dataclass(frozen=True, slots=True)
+class TruncateTiles:
+    """``truncate``: tokens of a row that its program takes in a turn."""
+
+    tokens: int
+    num_warps: int
+
+
 def ceil_div(a: int, b: int) -> int:
     """Return ``a / b``, rounded up."""
     return -(-a // b)
@@ -188,3 +196,9 @@ class TileTable:
             num_splits=min(wanted, ceil_div(vocab_size, tokens)),
             num_warps=4,
         )
+
+    def truncate(self, num_rows: int) -> TruncateTiles:
+        """A row has one program, so few rows need wide ones; of many, two share a processor."""
+        if num_rows <= self.num_processors:
+            return TruncateTiles(tokens=4096, num_warps=16)
+        return TruncateTiles(tokens=2048, num_warps=8)
