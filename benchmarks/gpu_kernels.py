@@ -9,6 +9,7 @@ a table at the end. Shapes: Qwen3-0.6B ("0.6b") and Qwen3-30B-A3B ("30b-a3b").
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.common import describe_run
 from benchmarks.gpu_rates import L2_BYTES, gpu_rates, graph_us
-from dovetail.kernels.backend import Capture, Kernels, QueryTiles
+from dovetail.kernels.backend import Borders, Capture, Kernels, QueryTiles, ShapedLogits
 from dovetail.kernels.registry import load_kernels
 from dovetail.kernels.triton import experts
 from dovetail.kernels.triton.grouped_mm import torch_grouped_moe
@@ -296,6 +297,57 @@ def sample_cases(kernels: Kernels, name: str) -> Iterator[Case]:
         )  # fmt: skip
 
 
+RULES: dict[str, tuple[float, int, float]] = {
+    "nothing": (1.0, 0, 1.0),
+    "top-k 50": (1.0, 50, 1.0),
+    "top-p 0.95, flat": (1.0, 0, 0.95),
+    "top-p 0.95, steep": (4.0, 0, 0.95),
+    "top-k 50, top-p 0.95": (4.0, 50, 0.95),
+}
+"""Name -> spread of the logits, k, p."""
+
+
+def shaped_cases(kernels: Kernels, name: str) -> Iterator[Case]:
+    """Truncation alone, beside a sort, and the draw from what it leaves."""
+    for batch, (rule, (spread, top_k, top_p)) in itertools.product(DECODE, RULES.items()):
+        raw = randn(batch, VOCAB).float() * spread
+        index = torch.arange(batch, device=DEVICE)
+        logits = ShapedLogits(raw, raw, torch.zeros_like(index, dtype=torch.int32))
+        temperature = torch.full((batch,), 0.6, device=DEVICE)
+        out = Borders(torch.empty_like(temperature), torch.empty_like(logits.is_changed_N))
+        cuts = {
+            "top_k_N": torch.full_like(logits.is_changed_N, top_k),
+            "top_p_N": torch.full_like(temperature, top_p),
+            "min_p_N": torch.zeros_like(temperature),
+        }
+        work = torch.empty_like(raw, dtype=torch.int32)
+
+        def truncate(
+            _: int, logits=logits, temperature=temperature, cuts=cuts, work=work, out=out
+        ) -> object:
+            return kernels.truncate(
+                logits, temperature_N=temperature, **cuts, work_NV=work, out=out
+            )
+
+        def draw(_: int, logits=logits, temperature=temperature, index=index, out=out) -> object:
+            return kernels.sample_shaped(
+                logits, out, temperature_N=temperature, seed_N=index, position_N=index,
+                sample_index_N=index, logprob_kind_N=logits.is_changed_N,
+            )  # fmt: skip
+
+        def by_sort(_: int, raw=raw, cuts=cuts, temperature=temperature) -> object:
+            order = torch.sort(raw / temperature[:, None], dim=-1, descending=True, stable=True)
+            shares = order.values.softmax(-1)
+            keep = shares.cumsum(-1) - shares < cuts["top_p_N"][:, None]
+            return torch.zeros_like(keep).scatter_(1, order.indices, keep)
+
+        baselines = {"sort": by_sort} if rule == "top-p 0.95, flat" else {}
+        yield Case(f"sample_shaped: truncate, {rule}", name, batch, truncate, raw.nbytes,
+                   baselines=baselines)  # fmt: skip
+        truncate(0)
+        yield Case(f"sample_shaped: draw, {rule}", name, batch, draw, raw.nbytes)
+
+
 def cases(kernels: Kernels) -> Iterator[Case]:
     """Every case, made when it is its turn."""
     for name, shape in SHAPES.items():
@@ -305,6 +357,7 @@ def cases(kernels: Kernels) -> Iterator[Case]:
         yield from chunk_cases(kernels, name, shape)
     yield from expert_cases(kernels, "30b-a3b", SHAPES["30b-a3b"])
     yield from sample_cases(kernels, "0.6b")
+    yield from shaped_cases(kernels, "0.6b")
 
 
 def measure(case: Case, run: dict[str, object], rates: dict[str, float]) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from dovetail.models.registry import build_model
 from dovetail.sched.scheduler import Scheduler
 from dovetail.weights.dummy import fill_with_noise
 from dovetail.wire.control import Admit
-from dovetail.wire.request import CaptureParams, Request, SamplingParams
+from dovetail.wire.request import CaptureParams, LogprobParams, Request, SamplingParams
 
 
 class SteppedEngine:
@@ -47,27 +48,39 @@ class SteppedEngine:
         )
         self._num_requests = 0
 
-    def add(self, prompt: Sequence[int], *, max_new_tokens: int, temperature: float = 0.6) -> None:
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.6,
+        logprobs: LogprobParams | None = None,
+        **sampling_fields: Any,
+    ) -> None:
         """Queue a request; with captured columns it returns their rows."""
         sampling = SamplingParams(
-            max_new_tokens=max_new_tokens, ignore_eos=True, temperature=temperature
+            max_new_tokens=max_new_tokens,
+            ignore_eos=True,
+            temperature=temperature,
+            **sampling_fields,
         )
         request = Request(
             request_id=self._num_requests,
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
             seed=self._num_requests,
+            logprobs=logprobs or LogprobParams(),
             capture=CaptureParams(columns=self.config.capture),
         )
         self._num_requests += 1
         self.loop.outbox.open(request.request_id, lambda news: None)
         self.loop.inbox.put(Admit(request))
 
-    def fill(self, num_rows: int, prompt_len: int, *, max_new_tokens: int) -> None:
-        """Queue requests and step until all of them decode."""
+    def fill(self, num_rows: int, prompt_len: int, *, max_new_tokens: int, **fields: Any) -> None:
+        """Queue requests with these fields of ``add`` and step until all of them decode."""
         for i in range(num_rows):
             prompt = [(7 * i + j) % 1000 + 3 for j in range(prompt_len)]
-            self.add(prompt, max_new_tokens=max_new_tokens)
+            self.add(prompt, max_new_tokens=max_new_tokens, **fields)
         while self.scheduler.num_waiting or self.scheduler.num_running < num_rows:
             self.loop.step()
         for _ in range(prompt_len // self.config.chunk_size + 4):

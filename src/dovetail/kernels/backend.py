@@ -135,7 +135,7 @@ class ShapedLogits(NamedTuple):
 
 
 class Borders(NamedTuple):
-    """What truncation leaves of rows: tokens with a larger scaled logit, and equal ones up to an id.
+    """What truncation leaves of rows: tokens of larger scaled logits, and equal ones up to an id.
 
     Attributes:
         least_N: float32; -inf where nothing is cut off.

@@ -10,7 +10,7 @@ steps below the likeliest token's, and its mass relative to that is a fixed-poin
 ``x`` is the logit divided by the temperature, ``top`` the row's largest. A step is 2^-21 of a power
 of two. The polynomial is 2^(30 - part / STEPS) with a relative error below 1e-7, evaluated in
 integers from the last coefficient on: ``m = coefficient - (m * part >> STEP_BITS)``. Masses fall as
-depths grow; the likeliest token has ``1 << MASS_BITS``, so a row of 2^23 tokens has a sum below 2^63.
+depths grow; the likeliest token has ``1 << MASS_BITS``, so the sum of 2^22 tokens fits an int64.
 Must not know how tokens are selected.
 """
 

@@ -91,9 +91,7 @@ class CudaRunner:
             page_size=config.page_size,
             tile_tokens=self._tile_tokens,
         )
-        device.register_state(
-            *self._slots.tensors, *self._inputs.tensors, *self._shaped.tensors
-        )
+        device.register_state(*self._slots.tensors, *self._inputs.tensors, *self._shaped.tensors)
 
     @torch.inference_mode()
     def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
@@ -200,9 +198,7 @@ class CudaRunner:
         num_tiles = num_rows + -(-num_tokens // self._tile_tokens)
         forwarded = self.forward(StepShape(num_rows, num_tokens, num_rows, num_tiles))
         draws = self._shaped.draw(forwarded.logits_RV)
-        self._scores.rehearse(
-            forwarded.hidden_TM, self._shaped.spread(forwarded.logits_RV, draws)
-        )
+        self._scores.rehearse(forwarded.hidden_TM, self._shaped.spread(forwarded.logits_RV, draws))
 
     def _draw_shaped(self, shape: StepShape, forwarded: Forwarded) -> PlainDraws:
         draws = None

@@ -1,8 +1,9 @@
 """Draws that something shapes: penalties, biases, truncation, another kind of logprob.
 
 Owns the GPU form of ``sampling.sampler``: the same stages in the same order, on parameters and
-tokens that lie on the device. All is launched whatever the rows ask for, with grids that follow from
-their number alone, so that a CUDA graph can hold it; a stage passes over rows that do not ask for it.
+tokens that lie on the device. All is launched whatever the rows ask for, with grids that follow
+from their number alone, so that a CUDA graph can hold it; a stage passes over rows that do not ask
+for it.
 
 Shape legend: R rows, V vocabulary, J entries of a bias table.
 """

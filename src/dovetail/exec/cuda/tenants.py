@@ -13,6 +13,7 @@ from dovetail.errors import InvariantError
 from dovetail.sampling.state import SLOT_COLUMNS, SamplingState
 from dovetail.sched.plan import LogprobKindId, StepPlan
 
+
 class Tenants:
     """The tenants of all slots. Submitting thread only.
 
@@ -61,7 +62,7 @@ class Tenants:
 
 def _is_shaped(of: dict[str, NDArray[np.generic]]) -> NDArray[np.bool_]:
     """Return whether tenants draw otherwise than plainly, by their sampling parameters."""
-    is_cut = (of["top_k"] > 0) | (of["top_p"] < 1.0) | (of["min_p"] > 0.0)
+    is_cut = (of["top_k"] != 0) | (of["top_p"] != 1.0) | (of["min_p"] != 0.0)
     is_penalised = (
         (of["repetition_penalty"] != 1.0)
         | (of["frequency_penalty"] != 0.0)
@@ -69,5 +70,5 @@ def _is_shaped(of: dict[str, NDArray[np.generic]]) -> NDArray[np.bool_]:
     )
     reports_raw = of["logprob_kind"] == LogprobKindId.RAW
     return (
-        (is_cut & (of["temperature"] != 0.0)) | is_penalised | (of["num_biases"] > 0) | reports_raw
+        (is_cut & (of["temperature"] != 0.0)) | is_penalised | (of["num_biases"] != 0) | reports_raw
     )

@@ -74,7 +74,7 @@ def gumbel_noise(
 
 
 def depths(scaled_NV: Tensor, top_N: Tensor) -> Tensor:
-    """Return how far below the likeliest token each one is, int64 [N, V]; see ``kernels.masses``."""
+    """Return how far below the likeliest token each is, int64 [N, V]; see ``kernels.masses``."""
     steps_NV = (top_N[:, None] - scaled_NV) * masses.STEPS_PER_NAT
     return torch.where(steps_NV < masses.DEEPEST, steps_NV, masses.DEEPEST).to(torch.int64)
 

@@ -200,5 +200,5 @@ class TileTable:
     def truncate(self, num_rows: int) -> TruncateTiles:
         """A row has one program, so few rows need wide ones; of many, two share a processor."""
         if num_rows <= self.num_processors:
-            return TruncateTiles(tokens=4096, num_warps=16)
-        return TruncateTiles(tokens=2048, num_warps=8)
+            return TruncateTiles(tokens=2048, num_warps=16)
+        return TruncateTiles(tokens=1024, num_warps=8)

@@ -9,6 +9,8 @@ border, and goes on with those until all have one depth. Counts and masses are i
 Shape legend: N rows that sample, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -21,8 +23,13 @@ from dovetail.kernels.triton.tiles import TruncateTiles
 _STEP_BITS = tl.constexpr(masses.STEP_BITS)
 _STEPS_PER_NAT = tl.constexpr(masses.STEPS_PER_NAT)
 _DEEPEST = tl.constexpr(masses.DEEPEST)
-_MASS_BITS = tl.constexpr(masses.MASS_BITS)
-_C0, _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(value) for value in masses.COEFFICIENTS)
+_DEEPEST_STEP = tl.constexpr(int(masses.DEEPEST))
+_STEPS_MASK = tl.constexpr((1 << masses.STEP_BITS) - 1)
+_UPPER_BITS = tl.constexpr(32 - masses.STEP_BITS)
+_MASS_SHIFT = tl.constexpr(masses.MASS_BITS - 30)
+_WHOLE_MASS = tl.constexpr(1 << masses.MASS_BITS)
+_C: Any = tuple(tl.constexpr(value) for value in masses.COEFFICIENTS)
+_C0, _C1, _C2, _C3, _C4, _C5 = _C
 _INFINITY = tl.constexpr(float("inf"))
 _LARGEST = tl.constexpr(2**31 - 1)
 
@@ -37,14 +44,16 @@ def depth_of(x, top):
 @jit
 def mass_of(depth):
     """See ``kernels.masses``; int64."""
-    part = (depth & ((1 << _STEP_BITS) - 1)).to(tl.int64)
-    mass = _C4 - ((part * _C5) >> _STEP_BITS).to(tl.int32)
-    mass = _C3 - ((part * mass) >> _STEP_BITS).to(tl.int32)
-    mass = _C2 - ((part * mass) >> _STEP_BITS).to(tl.int32)
-    mass = _C1 - ((part * mass) >> _STEP_BITS).to(tl.int32)
-    mass = _C0 - ((part * mass) >> _STEP_BITS).to(tl.int32)
+    # The upper half of a product with part * 2^(32 - STEP_BITS) is the product >> STEP_BITS.
+    part = (depth & _STEPS_MASK).to(tl.uint32) << _UPPER_BITS
+    mass = part * 0 + _C5
+    mass = _C4 - tl.umulhi(part, mass)
+    mass = _C3 - tl.umulhi(part, mass)
+    mass = _C2 - tl.umulhi(part, mass)
+    mass = _C1 - tl.umulhi(part, mass)
+    mass = _C0 - tl.umulhi(part, mass)
     octaves = tl.minimum(depth >> _STEP_BITS, 63).to(tl.int64)
-    return (mass.to(tl.int64) << (_MASS_BITS - 30)) >> octaves
+    return (mass.to(tl.int64) << _MASS_SHIFT) >> octaves
 
 
 @jit
@@ -242,8 +251,8 @@ def _border(
 @jit
 def _min_p_border(min_p, top):
     """Return the least logit that min-p keeps; by halves, for masses fall as logits do."""
-    least_mass = _ceil_product(min_p, tl.full((), 1 << _MASS_BITS, tl.int64))
-    depth, deepest = tl.full((), 0, tl.int32), tl.full((), int(_DEEPEST), tl.int32)
+    least_mass = _ceil_product(min_p, tl.full((), _WHOLE_MASS, tl.int64))
+    depth, deepest = tl.full((), 0, tl.int32), tl.full((), _DEEPEST_STEP, tl.int32)
     while depth < deepest:
         middle = depth + ((deepest - depth + 1) >> 1)
         if mass_of(middle) >= least_mass:
