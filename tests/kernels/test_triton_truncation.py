@@ -22,8 +22,8 @@ from tests.support.gpu import DEVICE, big_randn, randn
 # Where a GPU gives NaN or infinity without a word, the interpreter's numpy warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-CUT = TruncateTiles(tokens=128, num_warps=1)
 DRAW = SampleTiles(tokens=128, num_splits=2, num_warps=1)
+CUT = TruncateTiles(row=DRAW, tokens=128, num_warps=1)
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "logprob_kind": 0}
 RULES = {
     "nothing": {},

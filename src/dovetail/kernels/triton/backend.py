@@ -196,7 +196,7 @@ class TritonKernels:
             min_p_N=min_p_N,
             work_NV=work_NV,
             out=out,
-            tiles=self._table.truncate(len(work_NV)),
+            tiles=self._table.truncate(*work_NV.shape),
         )
 
     def sample_shaped(

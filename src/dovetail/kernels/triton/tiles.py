@@ -93,8 +93,15 @@ class SampleTiles:
 
 @dataclass(frozen=True, slots=True)
 class TruncateTiles:
-    """``truncate``: tokens of a row that its program takes in a turn."""
+    """``truncate``.
 
+    Attributes:
+        row: of what goes through whole rows.
+        tokens: a turn of the one program that goes through what was gathered of a row.
+        num_warps: of that program.
+    """
+
+    row: SampleTiles
     tokens: int
     num_warps: int
 
@@ -197,8 +204,9 @@ class TileTable:
             num_warps=4,
         )
 
-    def truncate(self, num_rows: int) -> TruncateTiles:
-        """A row has one program, so few rows need wide ones; of many, two share a processor."""
+    def truncate(self, num_rows: int, vocab_size: int) -> TruncateTiles:
+        """Of many rows, two share a processor; of few, each has one."""
+        row = self.sample(num_rows, vocab_size)
         if num_rows <= self.num_processors:
-            return TruncateTiles(tokens=2048, num_warps=16)
-        return TruncateTiles(tokens=1024, num_warps=8)
+            return TruncateTiles(row=row, tokens=2048, num_warps=16)
+        return TruncateTiles(row=row, tokens=1024, num_warps=8)
