@@ -14,9 +14,9 @@ from torch import Tensor
 from dovetail.kernels.backend import Borders, PlainDraws, ShapedLogits
 from dovetail.kernels.ref.sampling import KIND_RAW, KIND_TRUNCATED
 from dovetail.kernels.triton.jit import jit
+from dovetail.kernels.triton.ranking import is_outside, row_of
 from dovetail.kernels.triton.sampling import gumbel, random_words, uniform
 from dovetail.kernels.triton.tiles import SampleTiles, ceil_div, power_of_two
-from dovetail.kernels.triton.truncation import is_outside, row_of
 
 _RAW, _TRUNCATED = tl.constexpr(KIND_RAW), tl.constexpr(KIND_TRUNCATED)
 _SPREAD = 1024
