@@ -85,9 +85,10 @@ def masses_of(depth_NV: Tensor) -> Tensor:
     *others, last = masses.COEFFICIENTS
     mass_NV = torch.full_like(depth_NV, last)
     for coefficient in reversed(others):
-        mass_NV = coefficient - (mass_NV.mul_(part_NV) >> masses.STEP_BITS)
+        mass_NV = coefficient - mass_NV.mul_(part_NV).bitwise_right_shift_(masses.STEP_BITS)
     octaves_NV = (depth_NV >> masses.STEP_BITS).clamp_(max=63)
-    return (mass_NV << (masses.MASS_BITS - 30)) >> octaves_NV
+    mass_NV.bitwise_left_shift_(masses.MASS_BITS - 30)
+    return mass_NV.bitwise_right_shift_(octaves_NV)
 
 
 def support_mask(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
@@ -96,19 +97,17 @@ def support_mask(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N
     top_N = sorted_NV[:, 0]
     rank_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
     keep_NV = (rank_V < top_k_N[:, None]) | (top_k_N[:, None] == 0)
-    mass_NV = masses_of(depths(sorted_NV, top_N)).mul_(keep_NV)
-    gathered_NV = mass_NV.cumsum(dim=-1)
-    # In float64, where each operation has one result: a budget is the same on every device.
-    budget_N = torch.ceil(top_p_N.double() * gathered_NV[:, -1].double()).to(torch.int64)
-    before_NV = gathered_NV - mass_NV
-    keep_NV &= (before_NV < budget_N[:, None]) | (top_p_N[:, None] >= 1.0)
-    keep_NV &= mass_NV >= _least_mass(min_p_N)[:, None]
+    if (top_p_N < 1.0).any() or (min_p_N > 0.0).any():
+        mass_NV = masses_of(depths(sorted_NV, top_N)).mul_(keep_NV)
+        gathered_NV = mass_NV.cumsum(dim=-1)
+        # In float64, where each operation has one result: a budget is the same on every device.
+        budget_N = torch.ceil(top_p_N.double() * gathered_NV[:, -1].double()).to(torch.int64)
+        is_first_NV = gathered_NV.sub_(mass_NV) < budget_N[:, None]
+        keep_NV &= is_first_NV.logical_or_(top_p_N[:, None] >= 1.0)
+        least_N = torch.ceil(min_p_N.double() * 2**masses.MASS_BITS).to(torch.int64)
+        keep_NV &= mass_NV >= least_N[:, None]
     keep_NV |= ~torch.isfinite(top_N)[:, None]  # such a row has failed, whatever is left of it
     return torch.zeros_like(keep_NV).scatter_(1, order_NV, keep_NV)
-
-
-def _least_mass(min_p_N: Tensor) -> Tensor:
-    return torch.ceil(min_p_N.double() * 2**masses.MASS_BITS).to(torch.int64)
 
 
 def penalize(
