@@ -411,7 +411,9 @@ def sample(
     Truncation works on the probabilities at the row's temperature, tokens ordered by probability
     and then by id: top-k keeps the first k; top-p keeps, of the distribution renormalised over
     those, the tokens before which less than p has been gathered; min-p drops what is less likely
-    than min_p times the likeliest. Greedy rows are not truncated.
+    than min_p times the likeliest. Greedy rows are not truncated. Probabilities are the integers of
+    ``kernels.masses``: top-p compares with ``ceil(p * their sum)``, min-p with ``ceil(min_p * the
+    likeliest's)``, both products in float64, so every backend leaves the same tokens.
 
     Args:
         logits_NV: float32, penalties and biases applied.
