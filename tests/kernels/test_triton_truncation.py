@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from dovetail.kernels import api, masses
@@ -16,6 +18,7 @@ from dovetail.kernels.ref.backend import RefKernels
 from dovetail.kernels.ref.sampling import depths, masses_of
 from dovetail.kernels.registry import load_kernels
 from dovetail.kernels.triton import shaped_sampling, truncation
+from dovetail.kernels.triton.ranking import mass_of
 from dovetail.kernels.triton.tiles import SampleTiles, TruncateTiles
 from tests.support.gpu import DEVICE, big_randn, randn
 
@@ -40,6 +43,7 @@ RULES = {
     "min-p": {"min_p": 0.05},
     "min-p=1": {"min_p": 1.0},
     "k and p": {"top_k": 50, "top_p": 0.8},
+    "k, and p near 1": {"top_k": 37, "top_p": 0.9999},
     "all": {"top_k": 90, "top_p": 0.95, "min_p": 0.01, "temperature": 0.9, "logprob_kind": 2},
     "raw": {"top_p": 0.5, "logprob_kind": 1},
 }
@@ -145,6 +149,21 @@ def test_depths_order_as_logits_do() -> None:
     assert depth[0, -1] == masses.DEEPEST
 
 
+@triton.jit
+def mass_kernel(depths_ptr, out_ptr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + place, mass_of(tl.load(depths_ptr + place)))
+
+
+def test_masses_on_the_device_are_the_same() -> None:
+    generator = torch.Generator().manual_seed(0)
+    by_chance = torch.randint(0, 60 << masses.STEP_BITS, (1 << 16,), generator=generator)
+    steps = torch.cat([torch.arange(4096), by_chance, torch.full((4096,), int(masses.DEEPEST))])
+    out = torch.empty(len(steps), dtype=torch.int64, device=DEVICE)
+    mass_kernel[(len(steps) // 4096,)](steps.int().to(DEVICE), out, BLOCK=4096)
+    assert torch.equal(out.cpu(), masses_of(steps))
+
+
 # -- supports and draws ---------------------------------------------------------------------
 
 
@@ -196,6 +215,22 @@ def test_rows_that_were_changed_are_drawn_as_they_are_now(kind: int) -> None:
     params = columns([{"top_p": 0.8, "temperature": 0.7, "logprob_kind": kind}] * 4)
     logits = ShapedLogits(raw, changed, is_changed)
     assert check(None, logits, params).status_N.tolist() == [0, 0, 2, 0]
+
+
+def test_the_border_of_min_p_is_exact() -> None:
+    """The least logit of half the greatest mass stays, whatever a border below says of ids."""
+    border = torch.tensor([-0.69315])
+    while depths(border[None], torch.zeros(1)).item() > 1 << masses.STEP_BITS:
+        border = border.nextafter(torch.zeros(1))
+    logits = torch.full((2, 40), -1.0, device=DEVICE)
+    logits[:, 0] = 0.0
+    logits[:, 30:32] = border.to(DEVICE)
+    logits[:, 32:34] = border.nextafter(torch.full((1,), -1.0)).to(DEVICE)
+    params = columns([{"min_p": 0.5}, {"min_p": 0.5, "top_k": 7}])
+    wanted = check(None, plain_logits(logits), params)
+    assert wanted.outside_NV is not None
+    inside = [row.nonzero().view(-1).tolist() for row in ~wanted.outside_NV]
+    assert inside == [[0, 30, 31]] * 2
 
 
 def test_random_rows_and_rules() -> None:
