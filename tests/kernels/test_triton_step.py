@@ -320,6 +320,17 @@ def test_a_row_past_its_pages_is_an_error(tiny_moe_folder: Path) -> None:
         harness.run()
 
 
+def test_padding_samples_nothing(tiny_moe_folder: Path) -> None:
+    """Rows that larger steps left behind are padding of smaller ones."""
+    harness = Harness(
+        tiny_moe_folder, depth=0, make_executor=make_executor(tiny_moe_folder), **OPTIONS
+    )
+    for num_tokens in (2, 3, 6):
+        harness.add([5, 6, 7], max_new_tokens=num_tokens, ignore_eos=True)
+    harness.run()
+    assert harness.executor._runner._inputs.rows_6R[5].tolist() == [1, 0, 0, 0, 0]
+
+
 def test_a_stale_handle_is_an_error(tiny_moe_folder: Path) -> None:
     harness = Harness(
         tiny_moe_folder, depth=0, make_executor=make_executor(tiny_moe_folder), **OPTIONS
