@@ -13,5 +13,5 @@ Needs numpy, torch and msgspec alone (``records`` not even torch). docs/replay.m
     weights      importance weights
     mismatch     how far trainer and rollout are apart
     comparison   the file that ``dovetail mismatch`` reads
-    topk, routers, interception     how a model's routers are found and answered
+    topk, routers, interception, attachment     how a model's routers are found and answered
 """

@@ -13,11 +13,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from dovetail.replay.attachment import Attachment
 from dovetail.replay.errors import ReplayError
 from dovetail.replay.routers import Router, Routers
 from dovetail.replay.topk import Chooser, RouterCall, expect_one_selection
-
-_MARK = "_dovetail_is_open"
 
 
 class RouterCalls:
@@ -78,9 +77,9 @@ def open_routers(found: Routers, context: Context) -> Generator[None]:
         with_grad = _WithGrad()
         # Each once: a trainer may call the model, or the layers by themselves.
         for module in dict.fromkeys(part for router in found.routers for part in router.around):
-            enter = module.register_forward_pre_hook(with_grad.enter, with_kwargs=True)
+            enter = module.register_forward_pre_hook(Attachment(with_grad.enter), with_kwargs=True)
             stack.callback(enter.remove)
-            leave = module.register_forward_hook(with_grad.leave, always_call=True)
+            leave = module.register_forward_hook(Attachment(with_grad.leave), always_call=True)
             stack.callback(leave.remove)
         for place, router in enumerate(found.routers):
             stack.enter_context(_wrapped(place, router, context, with_grad))
@@ -117,10 +116,10 @@ class _WithGrad:
 def _wrapped(place: int, router: Router, context: Context, with_grad: _WithGrad) -> Generator[None]:
     module, calls = router.module, context.calls
     forward = module.forward
-    if hasattr(forward, _MARK):
+    if isinstance(forward, Attachment):
         raise ReplayError(f"another context is open on router {router.name}; close it first")
 
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def call_router(*args: Any, **kwargs: Any) -> Any:
         # Autograd runs a checkpointed part again while it works on a graph.
         is_recomputing = torch._C._current_graph_task_id() != -1  # pyright: ignore
         counts = calls.num_recomputes if is_recomputing else calls.num_forwards
@@ -133,12 +132,12 @@ def _wrapped(place: int, router: Router, context: Context, with_grad: _WithGrad)
         _await_backward(output, calls, place, is_owed=not is_recomputing, always=is_checkpointed)
         return output
 
-    setattr(wrapper, _MARK, True)
     own = module.__dict__.get("forward")
-    module.forward = wrapper
+    module.forward = attachment = Attachment(call_router)
     try:
         yield
     finally:
+        attachment.detach()
         if own is None:
             del module.forward
         else:

@@ -24,6 +24,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from dovetail.replay.attachment import Attachment
 from dovetail.replay.errors import ReplayError
 from dovetail.replay.packing import RouteBatch, expect_batch
 
@@ -142,7 +143,7 @@ class MegatronReplay:
                 for router in self._routers:
                     router.num_queued = router.num_recomputes = 0
                     router.replay.clear_indices()
-                    ask = _asking(self, router)
+                    ask = Attachment(_asking(self, router))
                     hook = router.module.register_forward_pre_hook(ask, with_kwargs=True)
                     stack.callback(hook.remove)
                 yield

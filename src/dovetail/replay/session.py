@@ -13,12 +13,13 @@ Shape legend: N tokens, L routers, K experts of a token.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dovetail.replay.attachment import Attachment
 from dovetail.replay.errors import ReplayError
 from dovetail.replay.interception import RouterCalls, open_routers, refuse_jitter
 from dovetail.replay.live import LiveRouting, margin_of, overlap_of
@@ -87,12 +88,13 @@ class ReplaySession:
             routes: of the micro-batch, in the order in which the model flattens it.
 
         Raises:
-            ReplayError: routes are of another model; a router gets another number of tokens; on
-                leaving, if a router did not run, or a backward is still to come.
+            ReplayError: routes are of another model; a router gets another number of tokens; a
+                forward is of other tokens than the first; on leaving, if a router did not run, or
+                a backward is still to come.
         """
         self._expect_fitting(routes)
         replay = Replay(self, routes)
-        with open_routers(self._found, replay):
+        with open_routers(self._found, replay), _same_tokens(self._found.ancestors):
             yield replay
         replay.expect_whole()
 
@@ -203,6 +205,54 @@ class Replay:
             self._session.num_experts_per_tok,
             self.routes.num_missing,
         )
+
+
+@contextmanager
+def _same_tokens(modules: tuple[nn.Module, ...]) -> Generator[None]:
+    """Watch that all forwards of these modules are of the same tokens, while open.
+
+    The number of tokens does not tell: each step of ``generate`` after a prompt of one token has as
+    many as that.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            watch = Attachment(_FirstCall().compare)
+            hook = module.register_forward_pre_hook(watch, with_kwargs=True)
+            stack.callback(hook.remove)
+        yield
+
+
+class _FirstCall:
+    """What a module was first called with: its token ids, and how many are cached before them."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Tensor | None, int] | None = None
+
+    def compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ReplayError if this call is of other tokens than the first one was."""
+        ids: object = args[0] if args else kwargs.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.is_floating_point():
+            ids = None  # the module takes embeddings
+        num_cached = _num_cached(kwargs)
+        if self._seen is None:
+            self._seen = (None if ids is None else ids.clone(), num_cached)
+            return
+        first, first_cached = self._seen
+        is_other = num_cached != first_cached
+        if ids is not None and first is not None and ids.numel() == first.numel():
+            is_other = is_other or not torch.equal(ids.flatten(), first.flatten())
+        if is_other:
+            raise ReplayError(
+                f"this forward of {type(module).__name__} is of other tokens than the first one in "
+                "the context, or of the same elsewhere (as the steps of generate() are), and a "
+                "replay is of one set of tokens: open a context for each set, with its routes"
+            )
+
+
+def _num_cached(kwargs: dict[str, Any]) -> int:
+    """Return how many tokens' keys a forward is given."""
+    length = getattr(kwargs.get("past_key_values"), "get_seq_length", None)
+    return 0 if length is None else int(length())
 
 
 class _Observed(NamedTuple):

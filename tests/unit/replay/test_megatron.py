@@ -1,5 +1,8 @@
 """Rows reach the right router, in the right micro-batch, in forward and in recomputation."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -246,6 +249,15 @@ def test_calls_that_nobody_speaks_for_are_errors(chunk):
     with pytest.raises(ReplayError, match="a step is open"), replay.step(), replay.step():
         pass
     assert_native(chunk)
+
+
+def test_a_copy_made_inside_a_step_is_an_error(chunk):
+    replay = MegatronReplay(chunk, Action)
+    with replay.step():
+        for copy_of in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(ReplayError, match="copied or pickled while a context is open"):
+                copy_of(chunk)
+    assert_native(copy.deepcopy(chunk))
 
 
 @pytest.mark.parametrize("times", [0, 2])

@@ -1,9 +1,14 @@
 """``ReplaySession``: what it refuses, what it leaves behind, and that rows follow their tokens."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from dovetail.replay.errors import ReplayError
 from dovetail.replay.layout import micro_batches, pack, pad_left, pad_right
@@ -288,6 +293,68 @@ def test_two_contexts_on_a_model_are_an_error(model, session, routes):
                 pass
         next_token_loss(model, IDS)  # the outer one still works
     assert_untouched(model)
+
+
+def test_generating_inside_is_an_error_also_where_the_number_of_tokens_stays(model, session):
+    """A prompt of one token is as wide as each step after it, which would get the prompt's rows."""
+    ids = torch.tensor([[5], [8]])
+    message = "a replay is of one set of tokens"
+    for use_cache in (True, False):
+        with pytest.raises(ReplayError), session.replay(random_routes(session, 2)):
+            model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=use_cache)
+    assert_untouched(model)
+    one = random_routes(session, 2)
+    with pytest.raises(ReplayError, match=message), session.replay(one), torch.no_grad():
+        model(input_ids=ids)
+        model(input_ids=ids.flip(0))
+    with pytest.raises(ReplayError, match=message), session.replay(one), torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        model(input_ids=ids, past_key_values=cache)  # the same ids, somewhere else
+    held = ids.clone()
+    with pytest.raises(ReplayError, match=message), session.replay(one), torch.no_grad():
+        model(input_ids=held)
+        held[0] += 1  # a buffer that is filled anew
+        model(held)
+
+
+def test_the_same_tokens_may_come_again_behind_a_cached_prefix(model, session):
+    ids = torch.tensor([[5], [8]])
+    with torch.no_grad(), session.replay(random_routes(session, 2)):
+        first, again = (
+            model(input_ids=ids, past_key_values=model_cache(model)).logits for _ in range(2)
+        )
+    assert torch.equal(first, again)
+
+
+def model_cache(model: nn.Module) -> DynamicCache:
+    """Return a cache of three tokens a sequence, whoever computed it."""
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    shape = (2, config.num_key_value_heads, 3, head_dim)
+    cache = DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
+        generator = torch.Generator().manual_seed(layer)
+        cache.update(*torch.randn(2, *shape, generator=generator), layer)
+    return cache
+
+
+@pytest.mark.parametrize("copied", ["model", "layer", "gate"])
+@pytest.mark.parametrize("is_recording", [False, True])
+def test_a_copy_made_inside_is_an_error(model, session, routes, copied, is_recording):
+    """It would keep what is wrapped around its routers: that context's rows, for ever."""
+    part = {"model": model, "layer": model.model.layers[1], "gate": model.model.layers[1].mlp.gate}
+    context = session.record() if is_recording else session.replay(routes)
+    with torch.no_grad(), context:
+        native = next_token_loss(model, IDS)
+        for copy_of in (copy.deepcopy, pickle.dumps, lambda it: torch.save(it, io.BytesIO())):
+            with pytest.raises(ReplayError, match="copied or pickled while a context is open"):
+                copy_of(part[copied])
+        shallow = copy.copy(model.model.layers[1].mlp.gate)
+        assert torch.equal(native, next_token_loss(model, IDS)), "the model is none the worse"
+    assert_untouched(model)
+    with pytest.raises(ReplayError, match="a context that is closed"):
+        shallow(torch.zeros(1, model.config.hidden_size))
+    assert_untouched(copy.deepcopy(model))
 
 
 def test_an_exception_inside_comes_out_and_nothing_stays(model, session, routes):
