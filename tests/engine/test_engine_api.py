@@ -511,32 +511,53 @@ def test_python_may_exit_while_an_engine_runs(fx_count_folder):
 
 
 FORK = """
-import os, sys, dovetail
-engine = dovetail.Engine(sys.argv[1])
+import asyncio, os, sys, threading, dovetail
+folder, process_id = sys.argv[1], os.getpid()
+engine = dovetail.Engine(folder)
 params = dovetail.SamplingParams(max_new_tokens=2)
-if os.fork() == 0:
+endless = dovetail.SamplingParams(max_new_tokens=1000, ignore_eos=True)
+stream, read_out = (engine.stream([1], endless) for _ in range(2))
+loop = asyncio.new_event_loop()
+astream = engine.astream([1], endless)
+next(stream), loop.run_until_complete(anext(astream))
+
+def fork_and_go_on(index, generations):
+    if os.getpid() == process_id and index == 0 and os.fork() == 0:
+        threading.Timer(30, os._exit, [1]).start()
+        asked.set()
+
+asked = threading.Event()  # in the child: the calls below that wait for what the parent began
+try:
+    engine.generate([[1]] * 2, [params, endless], on_finish=fork_and_go_on)
+except dovetail.EngineClosed as error:
+    assert asked.is_set()
+    print(error)
+if os.getpid() != process_id:
     calls = (
         lambda: engine.generate([1], params),
         lambda: engine.stream([1], params),
         lambda: engine.refit({}),
+        lambda: next(stream),
+        lambda: list(read_out),
+        lambda: loop.run_until_complete(anext(astream)),
     )
     for call in calls:
         try:
             call()
         except dovetail.EngineClosed as error:
             print(error)
-    print(engine.health().state)
+    print(engine.health().state, flush=True)
     engine.close()
-    sys.exit()
+    os._exit(0)
 os.wait()
-print(os.getpid(), engine.generate([1], params)[0].token_ids)
+print(process_id, engine.generate([1], params)[0].token_ids, next(stream).token_ids != ())
 """
 
 
 def test_a_fork_is_told_that_the_engine_is_not_its_own(fx_count_folder):
-    """The loop's thread is not forked: a child that asked would wait for ever."""
+    """The loop's thread is not forked: a child that waited, or asked, would wait for ever."""
     done = subprocess.run(
-        [sys.executable, "-c", FORK, str(fx_count_folder)],
+        [sys.executable, "-W", "ignore", "-c", FORK, str(fx_count_folder)],
         env={**os.environ, "PYTHONPATH": str(Path(dovetail.__file__).parents[1])},
         capture_output=True,
         text=True,
@@ -544,11 +565,11 @@ def test_a_fork_is_told_that_the_engine_is_not_its_own(fx_count_folder):
     )
     assert done.returncode == 0, done.stderr
     *errors, state, answer = done.stdout.splitlines()
-    assert len(errors) == 3 and state == "dead"
-    process_id, token_ids = answer.split(maxsplit=1)
-    assert token_ids == "(2, 3)", "the parent goes on"
+    process_id, rest = answer.split(maxsplit=1)
+    assert rest == "(2, 3) True", "the parent goes on"
+    assert len(errors) == 7 and state == "dead"
     for error in errors:
-        assert error.startswith(f"the engine runs in process {process_id}, not in this fork of it;")
+        assert error.startswith(f"the engine is process {process_id}'s, and this is a fork of it;")
 
 
 def test_all_public_names_are_there():

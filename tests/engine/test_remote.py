@@ -412,6 +412,53 @@ print(RemoteEngine().process_id)
 """
 
 
+FORK = """
+import asyncio, os, sys, threading, time
+from dovetail.core.client import EngineClient
+from dovetail.core.process import RemoteEngine
+from dovetail.errors import EngineClosed
+from dovetail.wire.request import SamplingParams
+
+engine = RemoteEngine()
+client = EngineClient(engine)
+endless = client.requests.make([1], SamplingParams(max_new_tokens=1000, ignore_eos=True))
+short = [client.requests.make([1], SamplingParams(max_new_tokens=2)) for _ in range(2)]
+loop = asyncio.new_event_loop()
+begun = client.events(endless)
+loop.run_until_complete(anext(begun))
+stand = client._newsstands[loop]
+# Other threads may have them at that moment.
+with engine._process._waitpid_lock, engine._outbox._lock, stand._lock:
+    child = os.fork()
+if child == 0:
+    threading.Timer(30, os._exit, [1]).start()
+    for events in (begun, client.events(short[0])):
+        try:
+            loop.run_until_complete(anext(events))
+        except EngineClosed as error:
+            print(error)
+    print(client.health().state, flush=True)
+    began = time.monotonic()
+    client.close()
+    assert time.monotonic() - began < 1
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+print(os.getpid(), loop.run_until_complete(anext(client.events(short[1]))).token_ids != ())
+"""
+
+
+def test_a_fork_is_told_that_the_engine_is_not_its_own():
+    """Nobody reads the connection there; and what a fork closes is nobody else's engine."""
+    words = [sys.executable, "-W", "ignore", "-c", FORK]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    *errors, state, answer = done.stdout.splitlines()
+    process_id, rest = answer.split()
+    assert rest == "True" and state == "dead" and len(errors) == 2
+    for error in errors:
+        assert error.startswith(f"the engine is process {process_id}'s, and this is a fork of it;")
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(dovetail.__file__).parents[1])}
 

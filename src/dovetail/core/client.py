@@ -63,6 +63,7 @@ class EngineClient:
             EngineClosed: the engine has been closed or has failed.
             CapacityError: as many generations run or wait as the engine takes on.
         """
+        self._port.home.check()
         loop = asyncio.get_running_loop()
         newsstand = self._newsstands.get(loop)
         if newsstand is None:
@@ -73,15 +74,17 @@ class EngineClient:
             self._port.start(request, newsstand.deliver)
             try:
                 while not decoder.is_done:
+                    self._port.home.check()
                     for event in await cursor.take():
                         yield decoder.decode(event)
             finally:
                 if not decoder.is_done:
                     self.abort(request.request_id)
         finally:
-            newsstand.drop(request.request_id)
-            if newsstand.is_empty:
-                self._newsstands.pop(loop, None)
+            if self._port.home.failure is None:  # else nobody may be left to free its lock
+                newsstand.drop(request.request_id)
+                if newsstand.is_empty:
+                    self._newsstands.pop(loop, None)
 
     def decoder(self, request: Request) -> RequestDecoder:
         """Return what makes text of the request's events."""

@@ -138,7 +138,7 @@ class Engine:
             for request in requests:
                 self.port.start(request, deliver)
             while len(done) < len(requests):
-                for event in joined(_checked(news.get())):
+                for event in joined(self._next(news)):
                     index = indices[event.request_id]
                     parts[index].append(decoders[index].decode(event))
                     if decoders[index].is_done:
@@ -209,7 +209,7 @@ class Engine:
         try:
             yield decoder.decode(no_news)  # to ``stream``
             while not decoder.is_done:
-                for event in _checked(news.get()):
+                for event in self._next(news):
                     yield decoder.decode(event)
         finally:
             if not decoder.is_done:
@@ -297,8 +297,10 @@ class Engine:
         for request in requests:
             self.abort(request.request_id)
 
-
-def _checked(news: News) -> Sequence[TokenEvent]:
-    if isinstance(news, EngineError):
-        raise news
-    return news
+    def _next(self, news: "queue.SimpleQueue[News]") -> Sequence[TokenEvent]:
+        """Wait for events, or raise why there are none."""
+        self.port.home.check()
+        some = news.get()
+        if isinstance(some, EngineError):
+            raise some
+        return some

@@ -4,7 +4,6 @@ Owns the loop's thread and the life of the parts. Must not decide anything that 
 knows nothing of text but the bytes of tokens.
 """
 
-import os
 import threading
 import time
 import weakref
@@ -21,7 +20,7 @@ from dovetail.config.schema import EngineConfig
 from dovetail.core.control import MAX_VERSION, Refit
 from dovetail.core.loop import EngineLoop
 from dovetail.core.mailbox import Deliver, Inbox, Outbox
-from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, Progress, health_of
+from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, Home, Progress, health_of
 from dovetail.dist.comm import LocalComm
 from dovetail.errors import EngineClosed, EngineError, InvariantError, RequestError
 from dovetail.exec.device import Device
@@ -89,7 +88,7 @@ class LocalEngine:
             depth=config.depth,
         )
         self._health_timeout_s = health_timeout_s
-        self._process_id = os.getpid()
+        self.home = Home()
         self._thread = threading.Thread(target=self._run, name="dovetail-loop", daemon=True)
         self._thread.start()
         # Also when Python exits: a thread that is ended within torch takes the process down.
@@ -97,7 +96,7 @@ class LocalEngine:
 
     def start(self, request: Request, deliver: Deliver) -> None:
         """Begin a request; see ``EnginePort``."""
-        self._check_runs()  # before the outbox: in a fork nobody may be left to free its lock
+        self._check_runs()
         self._outbox.open(request.request_id, deliver, num_samples=request.sampling.n)
         self._inbox.put(Admit(request))
 
@@ -142,13 +141,8 @@ class LocalEngine:
 
     @property
     def failure(self) -> EngineError | None:
-        """Why there is no loop; None while it runs. Threads are not forked, so a fork has none."""
-        if os.getpid() != self._process_id:
-            return EngineClosed(
-                f"the engine runs in process {self._process_id}, not in this fork of it; make an "
-                "engine here, or start this process by multiprocessing's 'spawn'"
-            )
-        return self._outbox.failure
+        """Why there is no loop; None while it runs."""
+        return self.home.failure or self._outbox.failure
 
     def stop(self) -> None:
         """Abort what is open and let the loop end; does not wait for it."""

@@ -4,12 +4,13 @@ Owns the border between those who make requests and the loop that serves them: i
 (``core.local``) or in one of its own (``core.process``). Must not know text or torch.
 """
 
+import os
 from collections.abc import Callable
 from typing import Protocol
 
 from dovetail.config.schema import EngineConfig
 from dovetail.core.mailbox import Deliver
-from dovetail.errors import EngineError
+from dovetail.errors import EngineClosed, EngineError
 from dovetail.wire.control import Abort, AbortGroup
 from dovetail.wire.request import Request
 from dovetail.wire.status import EngineStats, Health
@@ -21,8 +22,37 @@ Progress = Callable[[str, int, int], None]
 load, and on a GPU graphs are recorded."""
 
 
+class Home:
+    """The process that made an engine. Its forks have neither the threads that serve it nor anybody
+    to free a lock that one of those held, so nothing of the engine may be waited for there."""
+
+    def __init__(self) -> None:
+        self._process_id = os.getpid()
+
+    @property
+    def failure(self) -> EngineClosed | None:
+        """Why the engine is none here; None at home."""
+        if os.getpid() == self._process_id:
+            return None
+        return EngineClosed(
+            f"the engine is process {self._process_id}'s, and this is a fork of it; make an engine "
+            "here, or start this process by multiprocessing's 'spawn'"
+        )
+
+    def check(self) -> None:
+        """Raise EngineClosed in a fork. Come here before each wait, and before each lock."""
+        failure = self.failure
+        if failure is not None:
+            raise failure
+
+
 class EnginePort(Protocol):
     """A running engine. Thread-safe; nothing but ``close`` waits."""
+
+    @property
+    def home(self) -> Home:
+        """Where it can be used; who waits for news asks that first."""
+        ...
 
     @property
     def config(self) -> EngineConfig:

@@ -23,7 +23,7 @@ from dovetail.config.resolve import options_from
 from dovetail.config.schema import EngineConfig, EngineOptions
 from dovetail.core.link import Link
 from dovetail.core.mailbox import Deliver, Outbox
-from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, Progress, health_of
+from dovetail.core.port import HEALTH_TIMEOUT_SECONDS, Home, Progress, health_of
 from dovetail.errors import ConfigError, EngineClosed, InvariantError, RequestError
 from dovetail.wire.codec import FROM_ENGINE, TO_ENGINE
 from dovetail.wire.control import Abort, AbortGroup, Admit, Close
@@ -79,6 +79,7 @@ class RemoteEngine:
         if model is not None:
             options["model"] = str(model)
         self._health_timeout_s = health_timeout_s
+        self.home = Home()
         self._is_closing = False
         with ExitStack() as undo:
             self._process, self._link = _launch(options_from(options))
@@ -101,6 +102,7 @@ class RemoteEngine:
 
     def start(self, request: Request, deliver: Deliver) -> None:
         """Begin a request; see ``EnginePort``."""
+        self.home.check()
         frame = TO_ENGINE.encode(Admit(request))
         self._outbox.open(request.request_id, deliver, num_samples=request.sampling.n)
         self._link.send(frame)
@@ -127,13 +129,18 @@ class RemoteEngine:
         """Say whether the loop turns, as far as its heartbeats tell."""
         heartbeat, heard_at = self._last_heard
         return health_of(
-            self._outbox.failure,
+            self.home.failure or self._outbox.failure,
             turn_age_s=heartbeat.turn_age_s + time.monotonic() - heard_at,
             timeout_s=self._health_timeout_s,
         )
 
     def close(self) -> None:
-        """Abort what is open and end the process, within 5 seconds and by force if need be."""
+        """Abort what is open and end the process, within 5 seconds and by force if need be.
+
+        In a fork, which also comes here when it exits: nothing; the engine is another's.
+        """
+        if self.home.failure is not None:
+            return
         self._is_closing = True
         atexit.unregister(self.close)
         _end_process(self._process, self._link)

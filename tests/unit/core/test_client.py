@@ -9,6 +9,7 @@ from dovetail.config.resolve import options_from, resolve
 from dovetail.core.client import EngineClient
 from dovetail.core.generation import StreamEvent
 from dovetail.core.mailbox import Deliver
+from dovetail.core.port import Home
 from dovetail.errors import EngineClosed, RequestError
 from dovetail.wire.control import Abort, AbortGroup
 from dovetail.wire.request import Request, SamplingParams
@@ -23,6 +24,7 @@ class PlayedPort:
 
     def __init__(self) -> None:
         self.config = resolve(options_from({}))
+        self.home = Home()
         self.started: dict[int, Deliver] = {}
         self.sent: list[Abort | AbortGroup] = []
         self.is_closed = False
