@@ -6,6 +6,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -197,6 +198,40 @@ def test_half_a_body(small_server: Server) -> None:
 
 def test_what_is_no_http(small_server: Server) -> None:
     assert b"400" in raw(small_server, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")
+
+
+CHUNKED = b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+MANY = b"".join(b"a%05d: v\r\n" % number for number in range(20_000))
+WITHOUT_END = {
+    "path": (b"POST /", b"u" * 2**20),
+    "one header": (b"GET /health HTTP/1.1\r\nHost: ", b"x" * 2**20),
+    "many headers": (b"GET /health HTTP/1.1\r\n", MANY),
+    "trailers": (CHUNKED + b"2\r\n{}\r\n0\r\n", MANY),
+    "extensions of a chunk": (CHUNKED + b"2;", b"e" * 2**20),
+    "a whole head": (b"GET /health HTTP/1.1\r\nHost: ", b"x" * 70_000 + b"\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_END)
+def test_what_is_no_body_has_an_end(small_server: Server, kind: str) -> None:
+    """A head of 100 MB held a quarter of a second of everybody's time, and twice its memory."""
+    url = httpx.URL(small_server.url)
+    with socket.create_connection((url.host, url.port), timeout=20) as sock:
+        with suppress(ConnectionError):  # it does not read to the end
+            for part in WITHOUT_END[kind]:
+                sock.sendall(part)
+        head, _, body = sock.recv(65536).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 431 ")
+        assert strict_json(body)["error"]["code"] == "head_too_large"
+    right(small_server.post("/generate", GOLDEN))
+
+
+def test_a_large_head_is_taken(small_server: Server) -> None:
+    """Also behind another request on the same connection."""
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nCookie: " + b"c" * 60_000
+    once = head + b"\r\n\r\n"
+    replies = raw(small_server, once * 2 + head + b"\r\nConnection: close\r\n\r\n")
+    assert replies.count(b"HTTP/1.1 200 OK") == 3
 
 
 def test_leniency_that_clients_rely_on(small_server: Server) -> None:

@@ -1,7 +1,9 @@
 """Rows by a memory file are those that come inside a reply, and no dead client keeps a slot."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -210,6 +212,28 @@ def test_a_request_whose_client_leaves_keeps_no_slot(server: Server, stream: boo
             server.wait_until_idle()
             reply = server.generate(**body_of(file))
             assert transport(reply)["type"] == "file"
+            file.take(reply["meta_info"])
+
+
+@pytest.mark.parametrize("accept", ["application/json", "application/msgpack"])
+def test_a_reply_that_nobody_read_keeps_no_slot(server: Server, accept: str) -> None:
+    """Its client gives up when the reply has come, and closes; or has read it, and keeps the slot."""
+    url = httpx.URL(server.url)
+    with CaptureFileClient(server.url, num_slots=1) as file:
+        body = json.dumps(body_of(file)).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\nContent-Length: "
+        request = head.encode() + f"{len(body)}\r\n\r\n".encode() + body
+        for num_read in (0, 0, 100, 2**20):
+            sock = socket.create_connection((url.host, url.port), timeout=20)
+            with sock:
+                sock.sendall(request)
+                assert sock.recv(2**20, socket.MSG_PEEK).startswith(b"HTTP/1.1 200")
+                time.sleep(0.05)  # the rest of it
+                if num_read:
+                    sock.recv(num_read)
+            time.sleep(0.1)
+            reply = server.generate(**body_of(file))
+            assert transport(reply)["type"] == ("inline" if num_read == 2**20 else "file")
             file.take(reply["meta_info"])
 
 

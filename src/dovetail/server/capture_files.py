@@ -15,6 +15,7 @@ import stat
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from dovetail.core.routes import Columns, Placement
 from dovetail.errors import CapacityError, ConfigError, RequestError
+from dovetail.server.delivery import Delivery
 from dovetail.wire.capture import FileInfo, FileSlot, RowTransport
 
 MAX_FILES = 64
@@ -208,10 +210,16 @@ class Handover:
             offsets=offsets,
         )
 
-    def sent(self) -> None:
-        """Say that what names the slots has been sent: they are the client's."""
+    def sent(self, delivery: Delivery | None = None) -> None:
+        """Say that what names the slots has been sent: they are the client's.
+
+        Args:
+            delivery: of that; where it fails they are taken back. None where nobody can tell.
+        """
         with self._lock:
-            self._slots.clear()
+            slots, self._slots = self._slots, []
+        if slots and self._file is not None and delivery is not None:
+            delivery.on_failure(partial(self._file.reclaim, slots))
 
     def close(self) -> None:
         """Free what no reply has told of."""

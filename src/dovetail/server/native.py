@@ -20,6 +20,7 @@ from dovetail.core.routes import Pieces, json_of, msgpack_of
 from dovetail.errors import RequestError
 from dovetail.server.body import off_loop, read_body
 from dovetail.server.capture_files import CaptureFolder, Handover, given
+from dovetail.server.delivery import Delivery, delivery_of
 from dovetail.server.errors import generation_error
 from dovetail.server.native_body import Call, read_call, requests_of
 from dovetail.server.native_reply import ReplyMaker, reply_size
@@ -74,12 +75,12 @@ class NativeRoutes:
         body = await read_body(http, self._settings)
         call, requests = await off_loop(body.num_bytes, lambda: self._read(body.fields))
         accept = http.headers.get("accept", "")
-        handover = self._handover(call)
+        handover, delivery = self._handover(call), delivery_of(http.scope)
         if call.stream:
             _check_streamed(accept)
-            return EventStream(self._stream(call, requests, handover))
+            return EventStream(self._stream(call, requests, handover, delivery))
         kind = MSGPACK if MSGPACK in accept else JSON
-        return WholeReply(self._answer(call, requests, kind, handover), kind)
+        return WholeReply(self._answer(call, requests, kind, handover, delivery), kind)
 
     async def abort(self, http: HttpRequest) -> Response:
         """End requests early; each is answered with what it has. Unknown labels are no error."""
@@ -112,7 +113,12 @@ class NativeRoutes:
         )
 
     async def _answer(
-        self, call: Call, requests: list[Request], kind: str, handover: Handover
+        self,
+        call: Call,
+        requests: list[Request],
+        kind: str,
+        handover: Handover,
+        delivery: Delivery,
     ) -> AsyncGenerator[Pieces, None]:
         """Yield the one content of a whole reply."""
         started = time.perf_counter()
@@ -137,12 +143,12 @@ class NativeRoutes:
                 raise generation_error(reason)
         try:
             yield await off_loop(reply_size(answers), encode)
-            handover.sent()
+            handover.sent(delivery)
         finally:
             handover.close()
 
     async def _stream(
-        self, call: Call, requests: list[Request], handover: Handover
+        self, call: Call, requests: list[Request], handover: Handover, delivery: Delivery
     ) -> AsyncGenerator[Pieces, None]:
         """Yield the events' data."""
         started = time.perf_counter()
@@ -172,7 +178,9 @@ class NativeRoutes:
                         )
                     num_bytes = sum(rows.nbytes for rows in event.captured.values())
                     yield await off_loop(num_bytes, partial(encode, index, event))
-                    handover.sent()
+                    if delivery.has_failed:  # and what was sent last has been lost
+                        return
+                    handover.sent()  # of an event: a client may leave when it has read it
         finally:
             handover.close()
 

@@ -21,6 +21,7 @@ from dovetail.core.client import EngineClient
 from dovetail.errors import ConfigError
 from dovetail.server.app import Application
 from dovetail.server.capture_files import CaptureFolder
+from dovetail.server.connection import Connection
 from dovetail.server.settings import ServerSettings
 
 BACKLOG = 2048
@@ -89,6 +90,7 @@ class HttpServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app,
+                http=Connection,
                 log_config=None,
                 log_level="error",  # it warns of each client that speaks no HTTP
                 access_log=False,
