@@ -237,6 +237,33 @@ def test_a_reply_that_nobody_read_keeps_no_slot(server: Server, accept: str) -> 
             file.take(reply["meta_info"])
 
 
+def test_a_request_that_is_given_up_keeps_no_slot(server: Server) -> None:
+    """Neither one whose reply was read into nothing, nor one that still runs, nor parts of it."""
+    with CaptureFileClient(server.url, num_slots=2) as file:
+        for fields in ({"rid": "a"}, {"rid": "a", "sampling_params": {"n": 2}}):
+            server.generate(**body_of(file, **fields))
+            file.give_up("a")
+        server.generate(**body_of(file, rid="a", input_ids=[PROMPT, PROMPT]))
+        file.give_up("another")
+        kept = server.generate(**body_of(file))
+        assert transport(kept)["type"] == "inline"
+        file.give_up("a")
+        body = body_of(file, rid=["b", "c"], input_ids=[PROMPT] * 2) | {"stream": True}
+        body["sampling_params"]["max_new_tokens"] = 100
+        kept = server.generate(**body_of(file, rid="d"))
+        with server.http.stream("POST", "/generate", json=body) as reply:
+            events = iter(read_events(reply))
+            next(events)
+            file.give_up("c")
+            rest = [event["meta_info"] for event in events]
+        assert all(part["capture_transport"]["type"] == "file" for part in rest if "captured" in part)
+        both = [server.generate(**body_of(file)) for _ in range(2)]
+        assert [transport(one)["type"] for one in both] == ["file", "inline"]
+        assert file.take(kept["meta_info"])
+        reply = server.post("/acknowledge_capture", {"capture_file": file.name})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "slots"
+
+
 def test_an_aborted_generation_has_its_rows_in_the_file(
     server: Server, file: CaptureFileClient
 ) -> None:

@@ -119,6 +119,20 @@ class CaptureFileClient:
         self._acknowledge(meta_info)
         return routes
 
+    def give_up(self, rid: str) -> None:
+        """Give back what a request has, or will have: it was cancelled, or took too long.
+
+        A reply that came at that very moment has a slot that nobody was told of. Call it when the
+        request's own call has ended; slots of it that were taken before are no error.
+
+        Args:
+            rid: as the request gave it.
+
+        Raises:
+            CaptureFileError: the server refuses.
+        """
+        self._tell({"rids": [rid]})
+
     def close(self) -> None:
         """End the registration: the server removes the file. What was taken stays valid."""
         self._connection.close()
@@ -152,8 +166,11 @@ class CaptureFileClient:
             return
         assert transport.slot is not None and transport.generation is not None
         slot = FileSlot(slot=transport.slot, generation=transport.generation)
-        body = {"capture_file": self.name, "slots": [slot]}
+        self._tell({"slots": [slot]})
+
+    def _tell(self, fields: Mapping[str, Any]) -> None:
         try:
+            body = {"capture_file": self.name, **fields}
             connection, _ = self._post("/acknowledge_capture", body)
         except ConnectionError:
             return  # the server has ended, and its slots with it; what it wrote is still mapped

@@ -3,8 +3,9 @@
 Owns the files, their slots, and the folder that they are in: what is made there is removed, also
 after a server that was killed. Must not know HTTP, nor what a row means.
 
-A slot is the client's from the reply that names it until the client acknowledges it or dies. It is
-the server's until then: a reply that is never sent leaves none behind.
+A slot is the client's from the reply that names it until the client acknowledges it, gives the
+request up, or dies. It is the server's until then: a reply that is never sent, or of which the
+connection tells that it was not read, leaves none behind.
 """
 
 import fcntl
@@ -13,6 +14,7 @@ import secrets
 import shutil
 import stat
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -65,7 +67,8 @@ class CaptureFile:
         self._lock = threading.Lock()
         self._free = list(reversed(range(num_slots)))
         self._generations = [0] * num_slots
-        self._with_client: set[int] = set()
+        self._with_client: dict[int, Sequence[str]] = {}  # slot -> rids of what it is of
+        self._open: weakref.WeakSet[Handover] = weakref.WeakSet()  # event loop only
         self._num_writing = 0
         self._is_ended = False
 
@@ -97,11 +100,11 @@ class CaptureFile:
             _write_all(self._descriptor, rows, begin + offsets[name])
         return {name: begin + offset for name, offset in offsets.items()}
 
-    def keep(self, taken: FileSlot) -> None:
-        """Say that a slot has been written; it waits for its client."""
+    def keep(self, taken: FileSlot, rids: Sequence[str] = ()) -> None:
+        """Say that a slot has been written for these requests; it waits for its client."""
         with self._lock:
             self._num_writing -= 1
-            self._with_client.add(taken.slot)
+            self._with_client[taken.slot] = rids
             self._close_if_over()
 
     def drop(self, taken: FileSlot) -> None:
@@ -123,8 +126,21 @@ class CaptureFile:
             if len({one.slot for one in slots}) != len(slots):
                 raise RequestError("slots", "names a slot twice; acknowledge each once")
             for one in slots:
-                self._with_client.remove(one.slot)
-                self._free.append(one.slot)
+                self._take_back(one.slot)
+
+    def opened(self, handover: "Handover") -> None:
+        """Know the slots of a reply that is being made."""
+        self._open.add(handover)
+
+    def give_up(self, rid: str) -> None:
+        """Take back what requests with this rid have, and will have. None is no error."""
+        for handover in list(self._open):
+            if rid in handover.rids:
+                handover.close()
+        with self._lock:
+            for slot, rids in list(self._with_client.items()):
+                if rid in rids:
+                    self._take_back(slot)
 
     def reclaim(self, slots: Sequence[FileSlot]) -> None:
         """Take back slots of which their client has not been told."""
@@ -132,8 +148,7 @@ class CaptureFile:
             for one in slots:
                 is_same = one.generation == self._generations[one.slot]
                 if is_same and one.slot in self._with_client:
-                    self._with_client.remove(one.slot)
-                    self._free.append(one.slot)
+                    self._take_back(one.slot)
 
     def end(self) -> None:
         """Remove the file. Whoever has mapped it keeps the memory until it is unmapped."""
@@ -143,6 +158,10 @@ class CaptureFile:
             self._is_ended = True
             self._path.unlink(missing_ok=True)
             self._close_if_over()
+
+    def _take_back(self, slot: int) -> None:
+        del self._with_client[slot]
+        self._free.append(slot)
 
     def _close_if_over(self) -> None:
         if self._is_ended and self._num_writing == 0:
@@ -172,10 +191,14 @@ class Handover:
 
     Args:
         file: of the client; None for a reply that needs none.
+        rids: the client's labels of what is answered.
     """
 
-    def __init__(self, file: CaptureFile | None) -> None:
+    def __init__(self, file: CaptureFile | None, rids: Sequence[str] = ()) -> None:
+        self.rids = rids
         self._file = file
+        if file is not None:
+            file.opened(self)
         self._lock = threading.Lock()
         self._slots: list[FileSlot] = []
         self._is_over = False
@@ -193,7 +216,7 @@ class Handover:
         except OSError as error:
             file.drop(taken)
             return _inline(f"the file cannot be written: {error.strerror}")
-        file.keep(taken)
+        file.keep(taken, self.rids)
         with self._lock:
             is_over = self._is_over
             if not is_over:

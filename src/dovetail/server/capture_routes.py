@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from dovetail.config.schema import EngineConfig
 from dovetail.core.routes import Pieces
+from dovetail.errors import RequestError
 from dovetail.server.body import read_body
 from dovetail.server.capture_files import DEFAULT_SLOTS, CaptureFolder, given
 from dovetail.server.settings import ServerSettings
@@ -32,15 +33,17 @@ class RegisterBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AcknowledgeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client has read.
+    """What a client has read, or will not read.
 
     Attributes:
         capture_file: the name of its file.
         slots: as replies named them.
+        rids: of requests whose replies it reads no more.
     """
 
     capture_file: str
-    slots: tuple[FileSlot, ...]
+    slots: tuple[FileSlot, ...] = ()
+    rids: tuple[str, ...] = ()
 
 
 class CaptureRoutes:
@@ -64,10 +67,15 @@ class CaptureRoutes:
         return EventStream(self._registration(given(self._folder), body.num_slots))
 
     async def acknowledge(self, http: HttpRequest) -> Response:
-        """Free slots that their client has read."""
+        """Free slots that their client has read or does not want."""
         fields = (await read_body(http, self._settings)).fields
         body = typed(fields, AcknowledgeBody)
-        given(self._folder).find(body.capture_file).free(body.slots)
+        if not fields.keys() & {"slots", "rids"}:
+            raise RequestError("slots", "is missing; name slots that were read, or rids given up")
+        file = given(self._folder).find(body.capture_file)
+        file.free(body.slots)
+        for rid in body.rids:
+            file.give_up(rid)
         return Response(b"{}", media_type="application/json")
 
     async def _registration(

@@ -54,6 +54,12 @@ class Connection(HttpToolsProtocol):
         elif self._is_in_head and self._deadline is None:
             self._await_head()
 
+    def eof_received(self) -> None:
+        """Say so too if the client has left before its reply: what is written now is dropped."""
+        if not self._is_answered:
+            self._delivery.fail()
+        super().eof_received()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Say so to whoever sent a reply that was not read.
 
@@ -61,11 +67,10 @@ class Connection(HttpToolsProtocol):
         connection: an error here, or one that waits on the socket.
         """
         self._stop_waiting()
-        is_answered = self.cycle is None or self.cycle.response_complete
         sock = self.transport.get_extra_info("socket")
         is_reset = exc is not None or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
         super().connection_lost(exc)
-        if is_reset or not is_answered:
+        if is_reset or not self._is_answered:
             self._delivery.fail()
 
     # -- the parser's callbacks ------------------------------------------------------------
@@ -114,6 +119,10 @@ class Connection(HttpToolsProtocol):
         if is_coming and not self.transport.is_closing():
             self._await_head()
 
+    @property
+    def _is_answered(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
     def _await_head(self) -> None:
         self._stop_waiting()
         self._deadline = self.loop.call_later(self.head_s, self._lose_patience)
@@ -127,7 +136,7 @@ class Connection(HttpToolsProtocol):
         self._deadline = None
         if self.transport.is_closing():
             return
-        if self.cycle is not None and not self.cycle.response_complete:
+        if not self._is_answered:
             self._await_head()  # that is answered first, and then this has its time
         elif self._is_in_head:
             message = f"the head of the request did not arrive within {self.head_s:g} s"
@@ -137,7 +146,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: HttpError) -> None:
         """Close with an error, unless a reply is on its way, which it would break."""
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        if self._is_answered or not self.cycle.response_started:
             body = msgspec.json.encode(error_body(error))
             headers = [
                 *self.server_state.default_headers,

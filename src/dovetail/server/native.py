@@ -102,7 +102,7 @@ class NativeRoutes:
         """Return what puts the call's rows into its client's file, if it names one."""
         if call.capture_file is None:
             return Handover(None)
-        return Handover(given(self._folder).find(call.capture_file))
+        return Handover(given(self._folder).find(call.capture_file), call.rids)
 
     def _maker(self, call: Call, handover: Handover) -> ReplyMaker:
         return ReplyMaker(

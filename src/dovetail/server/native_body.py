@@ -107,6 +107,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         wants_columns: give captured columns in our own form.
         capture: of each item, for either form.
         capture_file: name of the file that takes the columns of our own form, if any.
+        rids: the client's labels, as it gave them.
     """
 
     items: list[Item]
@@ -119,6 +120,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     wants_columns: bool
     capture: CaptureParams
     capture_file: str | None
+    rids: tuple[str, ...]
     group: str | None
     priority: int
     namespace: bytes
@@ -164,6 +166,7 @@ def read_call(raw: dict[str, Any], *, max_prompts: int) -> Call:
         ),
         wants_columns=bool(columns),
         capture_file=fields.capture_file,
+        rids=_given_rids(fields.rid),
         group=fields.group,
         priority=fields.priority,
         namespace=namespace_of(fields.extra_key, fields.cache_salt),
@@ -322,6 +325,10 @@ def _rids(fields: GenerateFields, num: int | None) -> list[str | None]:
     if isinstance(fields.rid, str) and num is not None:
         return [f"{fields.rid}_{index}" for index in range(num)]
     return _each("rid", fields.rid, num, default=None)
+
+
+def _given_rids(rid: str | list[str] | None) -> tuple[str, ...]:
+    return tuple(rid) if isinstance(rid, list) else () if rid is None else (rid,)
 
 
 def _logprobs(fields: GenerateFields, num: int | None) -> list[LogprobParams | None]:

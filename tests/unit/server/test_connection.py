@@ -28,7 +28,9 @@ async def answer(scope: Scope, receive: Receive, send: Send, body: bytes = b"ok"
 
 
 @asynccontextmanager
-async def served(app: App = answer, head_s: float = HEAD_S) -> AsyncIterator[int]:
+async def served(
+    app: App = answer, head_s: float = HEAD_S, on_eof: Callable[[], None] | None = None
+) -> AsyncIterator[int]:
     """Yield the port of a server that has no more than a protocol."""
     loop, state = asyncio.get_running_loop(), ServerState()
     config = uvicorn.Config(app, http=Connection, log_config=None, log_level="error", ws="none")
@@ -36,6 +38,14 @@ async def served(app: App = answer, head_s: float = HEAD_S) -> AsyncIterator[int
     def connection() -> Connection:
         made = Connection(config=config, server_state=state, app_state={}, _loop=loop)
         made.head_s = head_s
+        received = made.eof_received
+
+        def eof_received() -> None:
+            if on_eof is not None:
+                on_eof()
+            received()
+
+        made.eof_received = eof_received
         return made
 
     server = await loop.create_server(connection, "127.0.0.1", 0)
@@ -218,25 +228,28 @@ def test_the_kernel_tells_what_was_not_read(
     run(test())
 
 
-def test_a_client_that_had_left_before_the_reply_has_not_read_it() -> None:
-    """The server drops what is sent then, in silence."""
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_client_that_had_left_before_the_reply_has_not_read_it(is_known: bool) -> None:
+    """The server drops what is sent then, in silence: once it knows, and while it gets to know."""
 
     async def test() -> None:
         has_gone = asyncio.Event()
-        fates: list[bool] = []
+        calls: list[str] = []
 
         async def late(scope: Scope, receive: Receive, send: Send) -> None:
             await has_gone.wait()
             await answer(scope, receive, send)
-            fates.append(delivery_of(scope).has_failed)
+            delivery_of(scope).on_failure(lambda: calls.append("failed"))
 
-        async with served(late, LONG_S) as port:
+        on_eof = None if is_known else has_gone.set
+        async with served(late, LONG_S, on_eof) as port:
             _, writer = await connect(port)
             writer.write(REQUEST)
             await asyncio.sleep(0.05)
             writer.close()
             await asyncio.sleep(0.05)
             has_gone.set()
-        assert fates == [True]
+        await asyncio.sleep(0.05)
+        assert calls == ["failed"]
 
     run(test())
