@@ -157,6 +157,11 @@ BAD_REQUESTS = [
     # what a reply should hold
     native("logprob_start_len", "give -1 for none", return_logprob=True, logprob_start_len=99),
     native("top_logprobs_num", "legal range", return_logprob=True, top_logprobs_num=129),
+    native("top_logprobs_num", "lists at most 8388608", return_logprob=True, top_logprobs_num=128,
+           sampling_params={"n": 64, "max_new_tokens": 1030}),
+    BadRequest(GENERATE, {"text": ["A"] * 600, "return_logprob": True,
+                          "token_ids_logprob": list(range(128))},
+               "token_ids_logprob", "asks for up to 9830400 logprobs over all tokens and samples"),
     native("token_ids_logprob", "legal ids", return_logprob=True, token_ids_logprob=[9999]),
     native("token_ids_logprob[0]", "got `str`", return_logprob=True, token_ids_logprob=["x"]),
     native("token_ids_logprob", "mixes ids", return_logprob=True, token_ids_logprob=[0, []]),
@@ -224,6 +229,7 @@ BAD_REQUESTS = [
     chat("logit_bias", "legal ids", logit_bias={"99999": 1}),
     chat("top_logprobs", "needs logprobs", top_logprobs=2),
     chat("top_logprobs", "legal range", logprobs=True, top_logprobs=200),
+    chat("top_logprobs", "lists at most 8388608", logprobs=True, top_logprobs=128, n=64),
     chat("n", "legal range", n=0),
     chat("seed", "2**64-1", seed=-5),
     chat("stream_options", "unknown field", stream=True, stream_options={"include_use": True}),
@@ -231,6 +237,7 @@ BAD_REQUESTS = [
     # completions
     BadRequest(COMPLETIONS, {}, "prompt", "missing"),
     completion("model", "does not exist", 404, model=""),
+    completion("logprobs", "lists at most 8388608", logprobs=128, n=64, max_tokens=1030),
     completion("prompt", "empty", prompt=""),
     completion("prompt", "empty list", prompt=[]),
     completion("prompt", "legal ids", prompt=[5000]),

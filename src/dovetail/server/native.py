@@ -24,6 +24,7 @@ from dovetail.server.delivery import Delivery, delivery_of
 from dovetail.server.errors import generation_error
 from dovetail.server.native_body import Call, read_call, requests_of
 from dovetail.server.native_reply import ReplyMaker, reply_size
+from dovetail.server.reply_limit import check_listed
 from dovetail.server.settings import ServerSettings
 from dovetail.server.sse import EventStream, WholeReply
 from dovetail.server.traffic import Traffic
@@ -96,7 +97,9 @@ class NativeRoutes:
     def _read(self, fields: dict[str, Any]) -> tuple[Call, list[Request]]:
         """Return the call and a request an item; nothing starts unless all are right."""
         call = read_call(fields, max_prompts=self._client.config.max_open)
-        return call, requests_of(call, self._client.requests)
+        requests = requests_of(call, self._client.requests)
+        check_listed(requests)
+        return call, requests
 
     def _handover(self, call: Call) -> Handover:
         """Return what puts the call's rows into its client's file, if it names one."""

@@ -20,6 +20,7 @@ from dovetail.server.openai.body import (
 )
 from dovetail.server.openai.logprobs import chat_logprobs
 from dovetail.server.openai.models import check_model
+from dovetail.server.reply_limit import check_listed
 from dovetail.server.settings import ServerSettings
 from dovetail.server.sse import EventStream, WholeReply
 from dovetail.server.traffic import Traffic
@@ -57,7 +58,7 @@ class ChatRoute:
         requests = self._client.requests
         token_ids = requests.encode_chat(chat.messages, chat.chat_template_kwargs)
         room = self._client.config.context_len - len(token_ids)
-        return requests.make(
+        request = requests.make(
             token_ids,
             sampling.params(room if room > 0 else None),
             logprobs=chat.asked(),
@@ -66,6 +67,8 @@ class ChatRoute:
             label=call.rid,
             namespace=namespace_of(call.extra_key, call.cache_salt),
         )
+        check_listed([request])
+        return request
 
 
 class ChatChoices:

@@ -21,6 +21,7 @@ from dovetail.server.openai.body import (
 )
 from dovetail.server.openai.logprobs import CompletionLogprobs, Top
 from dovetail.server.openai.models import check_model
+from dovetail.server.reply_limit import check_listed
 from dovetail.server.settings import ServerSettings
 from dovetail.server.sse import EventStream, WholeReply
 from dovetail.server.traffic import Traffic
@@ -86,6 +87,7 @@ class CompletionRoute:
                 if len(prompts) == 1:
                     raise
                 raise RequestError(error.field, f"in prompt {index}: {error.message}") from None
+        check_listed(requests)
         return requests
 
     def _echoes(self, fields: CompletionFields, requests: list[Request]) -> list[str]:
