@@ -23,6 +23,7 @@ def request(num_prompt: int, num_new: int, n: int, **logprobs: object) -> Reques
         ([request(9, 2**18, 1024)], 0),  # chosen tokens have logprobs whatever their number
         ([request(9, 2**15, 8, top_logprobs_num=20)], 20 * 8 * 2**15),
         ([request(9, 2**16, 1, top_logprobs_num=64, token_ids_logprob=tuple(range(64)))], 2**23),
+        ([request(9, 2**13, 8, top_logprobs_num=128)], 2**23),
         ([request(2**16, 0, 1, logprob_start_len=0, top_logprobs_num=128)], 2**23),
         ([request(2**16 + 5, 0, 1, logprob_start_len=5, top_logprobs_num=128)], 2**23),
         ([request(2**16 + 5, 0, 1, logprob_start_len=-1, top_logprobs_num=128)], 0),
