@@ -98,7 +98,6 @@ def measure(
         num_experts_per_tok=shape.num_selected,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.width // shape.num_heads,
     )
     with torch.device(device):  # random weights by the device itself: a CPU takes minutes for them
         model = Qwen3MoeForCausalLM(config).to(getattr(torch, shape.dtype)).train()

@@ -217,7 +217,7 @@ def test_a_request_whose_client_leaves_keeps_no_slot(server: Server, stream: boo
 
 @pytest.mark.parametrize("accept", ["application/json", "application/msgpack"])
 def test_a_reply_that_nobody_read_keeps_no_slot(server: Server, accept: str) -> None:
-    """Its client gives up when the reply has come, and closes; or has read it, and keeps the slot."""
+    """Its client closes when the reply has come; or has read it, and keeps the slot."""
     url = httpx.URL(server.url)
     with CaptureFileClient(server.url, num_slots=1) as file:
         body = json.dumps(body_of(file)).encode()
@@ -256,7 +256,9 @@ def test_a_request_that_is_given_up_keeps_no_slot(server: Server) -> None:
             next(events)
             file.give_up("c")
             rest = [event["meta_info"] for event in events]
-        assert all(part["capture_transport"]["type"] == "file" for part in rest if "captured" in part)
+        assert all(
+            part["capture_transport"]["type"] == "file" for part in rest if "captured" in part
+        )
         both = [server.generate(**body_of(file)) for _ in range(2)]
         assert [transport(one)["type"] for one in both] == ["file", "inline"]
         assert file.take(kept["meta_info"])
