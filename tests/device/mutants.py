@@ -12,7 +12,6 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 
-from dovetail.exec import executor
 from dovetail.exec.cuda.device import CudaLane
 from dovetail.exec.cuda.runner import CudaRunner, DevicePayload
 from dovetail.exec.cuda.tenants import Tenants
@@ -84,24 +83,25 @@ def result_block_released_at_submit(patch: MonkeyPatch) -> None:
 def copy_lane_reads_state(patch: MonkeyPatch) -> None:
     """The copy lane takes the tokens from engine state, which the next step changes."""
     sampled: weakref.WeakKeyDictionary[TransferBlock, Any] = weakref.WeakKeyDictionary()
-    download = executor._download
 
     def remember(
-        _: None, self: Executor, plan: Any, staged: Any, layout: Any, result: TransferBlock, *a: Any
+        _: None, self: Executor, plan: Any, layout: Any, result: TransferBlock, *args: Any
     ) -> None:
         rows = np.flatnonzero(plan.rows.samples)
         sampled[result] = (self._runner._slots.last_token, plan.rows.slot[rows].tolist(), rows)
 
-    def download_state(block: TransferBlock, num_bytes: int) -> None:
-        download(block, num_bytes)
+    def fetch(block: TransferBlock) -> None:
         if block in sampled:
             last_token, slots, rows = sampled.pop(block)
             host = block.host.view(torch.int32)
             for slot, row in zip(slots, rows.tolist(), strict=True):
                 host[row : row + 1].copy_(last_token[slot : slot + 1], non_blocking=True)
 
+    def fetch_too(_: None, self: Executor, block: TransferBlock, *span: int) -> None:
+        self._device.copy.submit(fetch, block)
+
     after(patch, Executor, "_run", remember)
-    patch.setattr(executor, "_download", download_state)
+    after(patch, Executor, "_download", fetch_too)
 
 
 def stale_handle_accepted(patch: MonkeyPatch) -> None:
@@ -113,12 +113,11 @@ def stale_handle_accepted(patch: MonkeyPatch) -> None:
 def snapshot_skipped(patch: MonkeyPatch) -> None:
     """The copy lane fetches a step's rows from the pages and inputs of whatever runs by then."""
     waiting: dict[int, Any] = {}
-    download = executor._download
 
     def remember(self: CudaRunner, plan: Any, layout: Any, payload: Any) -> None:
         waiting[payload._block.data_ptr()] = self, plan.num_tokens, layout
 
-    def fetch(block: TransferBlock, num_bytes: int) -> None:
+    def fetch(block: TransferBlock) -> None:
         taken = waiting.pop(block.device.data_ptr(), None)
         if taken is not None:
             runner, num_tokens, layout = taken
@@ -126,7 +125,9 @@ def snapshot_skipped(patch: MonkeyPatch) -> None:
             for column, item in layout.snapshot.items():
                 rows: Tensor = slots if column == "kv_slots" else runner._rows_at(column, slots)
                 DevicePayload(block.device).put(item, rows)
-        download(block, num_bytes)
+
+    def fetch_first(self: Executor, block: TransferBlock, *span: int) -> None:
+        self._device.copy.submit(fetch, block)
 
     patch.setattr(CudaRunner, "_pack_snapshot", remember)
-    patch.setattr(executor, "_download", fetch)
+    before(patch, Executor, "_download", fetch_first)

@@ -35,12 +35,25 @@ class SleepyLane:
         writes: tuple[Tensor, ...] = (),
     ) -> None:
         """Queue a sleep and ``fn(*args)``."""
+        self._sleep()
+        self._lane.submit(fn, *args, reads=reads, writes=writes)
+
+    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+        """Queue a sleep and the copy."""
+        self._sleep()
+        self._lane.upload(host, device, num_bytes)
+
+    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+        """Queue a sleep and the copy."""
+        self._sleep()
+        self._lane.download(device, host, begin, end)
+
+    def _sleep(self) -> None:
         self.before_last = self._lane.record()
         cycles = self._rng.choice(CYCLES) if self._is_slow else 0
         if cycles:
             self.num_sleeps += 1
             self._lane.submit(torch.cuda._sleep, cycles)
-        self._lane.submit(fn, *args, reads=reads, writes=writes)
 
     def record(self) -> Event:
         """See ``Lane``."""

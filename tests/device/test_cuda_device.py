@@ -1,6 +1,7 @@
 """The GPU as a device: lanes are streams, host blocks are pinned, faults are device errors."""
 
 import gc
+from threading import Thread
 
 import pytest
 import torch
@@ -50,6 +51,33 @@ def test_host_blocks_have_their_exact_size_and_copies_do_not_wait(device: CudaDe
     assert target.eq(7).all()
 
 
+def test_blocks_are_copied_at_once_in_order_on_any_thread(device: CudaDevice) -> None:
+    """The driver's copies: they wait for their lane alone, and take a thread that is new here."""
+    block, back = device.host_block(1_000_003), device.host_block(1_000_003)
+    target = device.device_block(1_000_003)
+    block.fill_(7)
+
+    def send() -> None:
+        device.compute.submit(torch.cuda._sleep, 400_000_000)
+        device.compute.upload(block, target, 1_000_000)
+        sent.append(device.compute.record())
+
+    def send_from_nowhere() -> None:
+        device.compute.upload(block, target, 1_000_003)
+
+    sent: list = []
+    for work in (send_from_nowhere, send):
+        thread = Thread(target=work)
+        thread.start()
+        thread.join()
+    assert not sent[0].point.query()  # the sleep is not over, and nobody waited for it
+    device.copy.wait(sent[0])
+    device.copy.download(target, back, 5, 1_000_000)
+    device.copy.record().wait()
+    assert target.eq(7).all()
+    assert back[:5].eq(0).all() and back[5:-3].eq(7).all() and back[-3:].eq(0).all()
+
+
 def test_without_pinning_the_same_calls_give_the_same_bytes(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +94,13 @@ def test_without_pinning_the_same_calls_give_the_same_bytes(
     block.fill_(1)  # the copy was over when it returned
     device.compute.record().wait()
     assert target.eq(9).all()
+    device.compute.upload(block, target, 4096)
+    block.fill_(2)
+    written = device.compute.record()
+    device.copy.wait(written)
+    device.copy.download(target, block, 0, 4096)
+    device.copy.record().wait()
+    assert block.eq(1).all()
 
 
 def test_memory_that_is_pinned_already_is_refused_without_harm(

@@ -42,6 +42,7 @@ def test_a_steady_step_is_one_copy_in_one_copy_out_and_no_wait(
     print(dict(found))
     engine.executor.close()
     assert found["graph launches"] == STEPS  # it really was a steady step
+    assert found["kernel launches"] == 0  # and all of it, new pages too, was recorded
     assert found["HtoD"] == STEPS
     assert STEPS - depth <= found["DtoH"] <= STEPS + depth
     assert found["pageable"] == 0

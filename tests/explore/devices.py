@@ -26,9 +26,22 @@ class SlowLane:
         writes: tuple[Tensor, ...] = (),
     ) -> None:
         """Queue ``fn(*args)``, sometimes behind a nap."""
+        self._nap()
+        self._lane.submit(fn, *args, reads=reads, writes=writes)
+
+    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+        """Queue the copy, sometimes behind a nap."""
+        self._nap()
+        self._lane.upload(host, device, num_bytes)
+
+    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+        """Queue the copy, sometimes behind a nap."""
+        self._nap()
+        self._lane.download(device, host, begin, end)
+
+    def _nap(self) -> None:
         if self._random.random() < 0.3:
             self._lane.submit(time.sleep, self._random.random() * self._seconds)
-        self._lane.submit(fn, *args, reads=reads, writes=writes)
 
     def record(self) -> Event:
         """See ``Lane``."""

@@ -16,11 +16,11 @@ from torch import Tensor
 from dovetail.attention.paged import DecodeGroup
 from dovetail.cache.ledger import Holding, KVLedger
 from dovetail.exec import batch, executor, runner
-from dovetail.exec.device import Event, Lane
+from dovetail.exec.device import Event, Lane, download
 from dovetail.exec.executor import Executor
 from dovetail.exec.packet import read_packet
 from dovetail.exec.readback import RESULT_WORDS, PayloadLayout
-from dovetail.exec.ring import BlockRing, TransferBlock
+from dovetail.exec.ring import BlockRing, TransferBlock, joint_blocks, paired_blocks
 from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimLane
 from dovetail.sched import plan as plan_module
@@ -112,27 +112,28 @@ def copy_lane_reads_state(patch: MonkeyPatch) -> None:
     """The copy lane takes the tokens from engine state, which the next step changes."""
     drawn: weakref.WeakKeyDictionary[StepRunner, Any] = weakref.WeakKeyDictionary()
     sampled: weakref.WeakKeyDictionary[TransferBlock, Any] = weakref.WeakKeyDictionary()
-    download = executor._download
 
     def remember_rows(_: Any, self: StepRunner, rows: Any, *args: Any) -> None:
         at = np.flatnonzero(rows.rows.samples)
         drawn[self] = (self._state, rows.rows.slot[at].copy(), at)
 
     def remember_block(
-        _: None, self: Executor, plan: Any, staged: Any, layout: Any, result: TransferBlock, *a: Any
+        _: None, self: Executor, plan: Any, layout: Any, result: TransferBlock, *args: Any
     ) -> None:
         if self._runner in drawn:
             sampled[result] = drawn.pop(self._runner)
 
-    def download_state(block: TransferBlock, num_bytes: int) -> None:
-        download(block, num_bytes)
+    def fetch(block: TransferBlock) -> None:
         if block in sampled:
             state, slots, at = sampled.pop(block)
             block.host.numpy().view(np.int32)[at] = state.last_token[slots]
 
+    def fetch_too(_: None, self: Executor, block: TransferBlock, *span: int) -> None:
+        self._device.copy.submit(fetch, block)
+
     after(patch, StepRunner, "_draw", remember_rows)
     after(patch, Executor, "_run", remember_block)
-    patch.setattr(executor, "_download", download_state)
+    after(patch, Executor, "_download", fetch_too)
 
 
 def copy_lane_declares_state(patch: MonkeyPatch) -> None:
@@ -144,6 +145,9 @@ def copy_lane_declares_state(patch: MonkeyPatch) -> None:
 
         def submit(self, fn: Any, *args: Any, reads: tuple = (), writes: tuple = ()) -> None:
             self._lane.submit(fn, *args, reads=(*reads, self._state), writes=writes)
+
+        def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+            self.submit(download, device, host, begin, end, reads=(device,), writes=(host,))
 
         def record(self) -> Event:
             return self._lane.record()
@@ -164,7 +168,7 @@ def staged_late(patch: MonkeyPatch) -> None:
     """The packet is changed after it was sent."""
     staged: weakref.WeakKeyDictionary[Executor, TransferBlock] = weakref.WeakKeyDictionary()
 
-    def remember(block: TransferBlock, self: Executor, plan: StepPlan) -> None:
+    def remember(block: TransferBlock, self: Executor, *args: Any) -> None:
         staged[self] = block
 
     def write_late(_: object, self: Executor, plan: StepPlan) -> None:
@@ -199,8 +203,9 @@ def one_staging_block(patch: MonkeyPatch) -> None:
     """No mutant: with a single block the staging ring has to wait for its fence in earnest."""
 
     def shrink(_: None, self: Executor, *args: Any) -> None:
-        num_bytes = self._schema.num_bytes
-        self._staging = BlockRing(self._device, num_blocks=1, num_bytes=num_bytes)
+        packet = self._runner.blocks.packet
+        blocks = joint_blocks(self._device, packet, num_blocks=1)
+        self._staging = BlockRing(self._device, blocks)
 
     after(patch, Executor, "__init__", shrink)
 
@@ -219,8 +224,8 @@ def one_result_block(patch: MonkeyPatch) -> None:
     """The ring of results is shorter than the steps in flight."""
 
     def shrink(_: None, self: Executor, *args: Any) -> None:
-        num_bytes = self._results._blocks[0].host.numel()
-        self._results = BlockRing(self._device, num_blocks=1, num_bytes=num_bytes)
+        results = self._runner.blocks.results[:1]
+        self._results = BlockRing(self._device, paired_blocks(self._device, results))
 
     after(patch, Executor, "__init__", shrink)
 

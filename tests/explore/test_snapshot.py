@@ -10,11 +10,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dovetail.exec import executor as executor_module
+from dovetail.exec.executor import Executor
 from dovetail.exec.pending import PendingStep
 from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimDevice
 from dovetail.sched.plan import StepPlan
+from tests.explore.mutants import after
 from tests.support.stamps import DIGIT, LAYERS, stepper_of
 from tests.support.stepper import Stepper
 
@@ -76,7 +77,6 @@ def test_each_step_takes_its_own_rows_away(depth):
 def skip_the_snapshot(monkeypatch) -> None:
     """The copy lane fetches the routers' buffer itself."""
     waiting = {}
-    download = executor_module._download
 
     def remember(self, batch, layout, payload):
         waiting[payload.ctypes.data] = self._rows, layout, len(batch.kv_slots_T)
@@ -84,16 +84,18 @@ def skip_the_snapshot(monkeypatch) -> None:
             rows = batch.token_ids_T if column == "tokens" else batch.kv_slots_T
             layout.snapshot[column].view(payload)[...] = rows.numpy()
 
-    def fetch(block, num_bytes):
-        download(block, num_bytes)
+    def fetch(block):
         taken = waiting.pop(block.device.numpy().ctypes.data, None)
         if taken is not None:
             rows, layout, num_tokens = taken
             out = layout.snapshot["experts"].view(block.host.numpy())
             out[...] = rows.buffers["experts"].numpy()[:num_tokens]
 
+    def fetch_too(_, self, block, *span):
+        self._device.copy.submit(fetch, block)
+
     monkeypatch.setattr(StepRunner, "_pack_snapshot", remember)
-    monkeypatch.setattr(executor_module, "_download", fetch)
+    after(monkeypatch, Executor, "_download", fetch_too)
 
 
 def test_without_the_snapshot_a_step_leaves_with_the_rows_of_another(monkeypatch):

@@ -131,7 +131,7 @@ class RunAnew:
             self.not_held.add(padded)
             return None
         self.seen.add(padded)
-        return self.runner.forward(padded)
+        return self.runner.step(padded)
 
 
 def make_executor(folder: Path, make_graphs: Callable[[EngineConfig], RunAnew] | None = None):
@@ -237,6 +237,20 @@ def test_a_row_keeps_its_bits_whatever_its_neighbours_ask_for(tiny_moe_folder: P
     torch.testing.assert_close(draws.logprobs_N[6:], chosen, rtol=0, atol=1e-5)
 
 
+def test_a_step_may_change_more_pages_than_there_are_programs(tiny_moe_folder: Path) -> None:
+    options = {"page_size": 1, "num_pages": 300, "context_len": 256, "chunk_size": 160}
+    options |= {"max_running": 2, "capture": COLUMNS}
+    wanted, ours = (
+        Harness(tiny_moe_folder, depth=0, **options, **more).ask(
+            [3 + i % 50 for i in range(150)], max_new_tokens=2, temperature=0.0, capture=COLUMNS
+        )
+        for more in ({}, {"make_executor": make_executor(tiny_moe_folder)})
+    )
+    assert ours.token_ids == wanted.token_ids
+    np.testing.assert_allclose(ours.logprobs, wanted.logprobs, atol=3e-5)
+    assert np.array_equal(ours.captured["experts"], wanted.captured["experts"])
+
+
 def test_padding_changes_nothing(tiny_moe_folder: Path) -> None:
     """As graphs need it: rows and tokens beyond the step, in decode steps and mixed ones."""
     made: list[RunAnew] = []
@@ -283,12 +297,14 @@ def test_before_the_first_step_no_transfer_block_is_used(
         tiny_moe_folder, depth=0, make_executor=make_executor(tiny_moe_folder), **OPTIONS
     )
     runner = harness.executor._runner
-    inputs = [tensor.clone() for tensor in runner._inputs.tensors]
+    slots = [tensor.clone() for tensor in runner._slots.tensors]
     runner.rehearse()
     for shape in Tiers(max_rows=5, max_tokens=13, tile_tokens=RefKernels().tile_tokens(3)).shapes:
-        runner.forward(shape)
+        runner.step(shape)
     assert not taken
-    assert all(map(torch.equal, inputs, runner._inputs.tensors))
+    assert all(map(torch.equal, slots, runner._slots.tensors))
+    assert runner._inputs.kv_slots_T.eq(runner._kv.sidecars["tokens"].sink).all()
+    assert not runner.blocks.results.any() and not runner.blocks.packet.any()
     assert runner._kv.sidecars["experts"].rows[:-1].eq(255).all(), "a row that is not the sink"
     harness.add([5, 6, 7], max_new_tokens=4)
     harness.step()

@@ -95,12 +95,10 @@ def apply_writes(packet: PacketView, state: DeviceState) -> None:
         state.kv_len[slots] = 0
         state.last_token[slots] = -1
         state.page_table[slots] = -1
+        words = {name: fields.get(f"slots.{name}", fields["seeds"]) for name in SLOT_COLUMNS}
         state.sampling.write_slots(
             slots,
-            {
-                name: fields[f"slots.{name}"].view(column.wire_dtype)
-                for name, column in SLOT_COLUMNS.items()
-            },
+            {name: words[name].view(column.wire_dtype) for name, column in SLOT_COLUMNS.items()},
         )
     if len(fields["tokens.slot"]):
         state.sampling.write_tokens(

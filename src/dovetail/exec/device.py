@@ -1,8 +1,8 @@
 """Lanes, events and host blocks: all that the executor may assume of a device.
 
-Owns the rule that *all* device work is ``lane.submit(fn, ...)``: a lane is an
-ordered queue of work, lanes are ordered among each other only by events. Must not
-know what the work does.
+Owns the rule that *all* device work is submitted to a lane, as a function or as a copy: a
+lane is an ordered queue of work, lanes are ordered among each other only by events. Must
+not know what the work does.
 
 Three devices exist: ``CpuDevice`` runs work at once, ``ThreadedCpuDevice`` on a
 thread a lane, and ``exec.sim.SimDevice`` in any order that lanes and events allow.
@@ -51,6 +51,14 @@ class Lane(Protocol):
         """
         ...
 
+    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+        """Queue a copy of the first bytes of a host block to device memory."""
+        ...
+
+    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+        """Queue a copy of a range of bytes of device memory to the same range of a host block."""
+        ...
+
     def record(self) -> Event:
         """Return the present end of the queue."""
         ...
@@ -89,6 +97,16 @@ class Device(Protocol):
         ...
 
 
+def upload(host: Tensor, device: Tensor, num_bytes: int) -> None:
+    """Copy, as work of a lane that has no better way."""
+    device[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
+
+
+def download(device: Tensor, host: Tensor, begin: int, end: int) -> None:
+    """Copy, as work of a lane that has no better way."""
+    host[begin:end].copy_(device[begin:end], non_blocking=True)
+
+
 class _DoneEvent:
     def wait(self) -> None:
         """Nothing is left to wait for."""
@@ -108,6 +126,14 @@ class InlineLane:
     ) -> None:
         """Run ``fn(*args)``."""
         fn(*args)
+
+    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+        """See ``Lane``."""
+        self.submit(upload, host, device, num_bytes, reads=(host,), writes=(device,))
+
+    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+        """See ``Lane``."""
+        self.submit(download, device, host, begin, end, reads=(device,), writes=(host,))
 
     def record(self) -> Event:
         """Return an event that has happened."""
@@ -176,6 +202,14 @@ class ThreadLane:
     ) -> None:
         """Queue ``fn(*args)``."""
         self._work.put(lambda: fn(*args))
+
+    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+        """See ``Lane``."""
+        self.submit(upload, host, device, num_bytes, reads=(host,), writes=(device,))
+
+    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+        """See ``Lane``."""
+        self.submit(download, device, host, begin, end, reads=(device,), writes=(host,))
 
     def record(self) -> Event:
         """Return an event that the thread sets when it gets there."""

@@ -15,11 +15,12 @@ import numpy as np
 from torch import Tensor
 
 from dovetail.config.schema import EngineConfig
+from dovetail.exec.blocks import StepBlocks, num_step_blocks, payload_bytes
 from dovetail.exec.device import Device, Event
 from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.pending import PendingStep
-from dovetail.exec.readback import RESULT_WORDS, PayloadLayout, payload_layout, read_result
-from dovetail.exec.ring import BlockRing, TransferBlock
+from dovetail.exec.readback import PayloadLayout, payload_layout, read_result
+from dovetail.exec.ring import BlockRing, TransferBlock, joint_blocks, paired_blocks
 from dovetail.sched.plan import StepPlan, StepResult
 
 
@@ -29,26 +30,22 @@ class Runner(Protocol):
     All methods run as work of the compute lane, in order. Blocks are uint8, on the device.
     """
 
+    blocks: StepBlocks
+
     def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
         """Gather the columns of the plan's read-outs into the payload block."""
         ...
 
     def run(
-        self,
-        plan: StepPlan,
-        packet: Tensor,
-        layout: PayloadLayout,
-        result: Tensor,
-        payload: Tensor | None,
+        self, plan: StepPlan, layout: PayloadLayout, result: Tensor, payload: Tensor | None
     ) -> None:
-        """Forward the packet's rows, draw, and pack what leaves the step.
+        """Forward the rows of the packet, draw, and pack what leaves the step.
 
         Args:
-            plan: for what must be known where work is launched, such as its shape: to read it off
-                the packet would be to wait for the device.
-            packet: the plan as it was uploaded.
+            plan: what the packet says, for what must be known where work is launched, such as its
+                shape: to read it off the packet would be to wait for the device.
             layout: of the payload block.
-            result: see ``exec.readback``.
+            result: the one of ``blocks.results`` that the packet names; see ``exec.readback``.
             payload: None if the plan asks for tokens alone.
         """
         ...
@@ -69,11 +66,12 @@ class Executor:
         self._columns = config.columns
         self._schema = packet_schema(config)
         self._writer = PacketWriter(self._schema)
-        packet, result, payload = _block_bytes(config)
-        ring = partial(BlockRing, device, num_blocks=_num_blocks(config))
-        self._staging, self._results, self._payloads = (
-            ring(num_bytes=num_bytes) for num_bytes in (packet, result, payload)
-        )
+        num_blocks, blocks = num_step_blocks(config), runner.blocks
+        payloads = [device.device_block(payload_bytes(config)) for _ in range(num_blocks)]
+        ring = partial(BlockRing, device)
+        self._staging = ring(joint_blocks(device, blocks.packet, num_blocks=num_blocks))
+        self._results = ring(paired_blocks(device, blocks.results))
+        self._payloads = ring(paired_blocks(device, payloads))
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Queue one step; see ``StepExecutor``."""
@@ -83,11 +81,11 @@ class Executor:
         if payload is not None and layout.readouts:
             # Before the forward, which may overwrite what is read.
             compute.submit(self._read_out, layout, payload, writes=(payload.device,))
-        staged, result = self._stage(plan), self._results.acquire()
+        result = self._results.acquire()
+        staged = self._stage(plan, result)
         compute.submit(
             self._run,
             plan,
-            staged,
             layout,
             result,
             payload,
@@ -97,9 +95,9 @@ class Executor:
         retired = compute.record()
         self._staging.release(staged, fence=retired)
         copy.wait(retired)
-        self._download(result, result.num_bytes)
+        self._download(result, 0, result.num_bytes)
         if payload is not None:
-            self._download(payload, layout.num_bytes)
+            self._download(payload, 0, layout.num_bytes)
         copied = copy.record()
         return PendingStep(plan, partial(self._collect, plan, copied, result, payload, layout))
 
@@ -114,20 +112,16 @@ class Executor:
 
     # -- host side -----------------------------------------------------------------------
 
-    def _stage(self, plan: StepPlan) -> TransferBlock:
+    def _stage(self, plan: StepPlan, result: TransferBlock) -> TransferBlock:
         """Write the packet and send it; from here on its host memory is frozen."""
         block = self._staging.acquire()
-        num_words = self._writer.write(plan, block.words)
+        num_words = self._writer.write(plan, block.words, result=result.index)
         block.freeze()
-        self._device.compute.submit(
-            _upload, block, 4 * num_words, reads=(block.host,), writes=(block.device,)
-        )
+        self._device.compute.upload(block.host, block.device, 4 * num_words)
         return block
 
-    def _download(self, block: TransferBlock, num_bytes: int) -> None:
-        self._device.copy.submit(
-            _download, block, num_bytes, reads=(block.device,), writes=(block.host,)
-        )
+    def _download(self, block: TransferBlock, begin: int, end: int) -> None:
+        self._device.copy.download(block.device, block.host, begin, end)
 
     def _collect(
         self,
@@ -158,39 +152,8 @@ class Executor:
     def _run(
         self,
         plan: StepPlan,
-        staged: TransferBlock,
         layout: PayloadLayout,
         result: TransferBlock,
         payload: TransferBlock | None,
     ) -> None:
-        self._runner.run(
-            plan,
-            staged.device,
-            layout,
-            result.device,
-            None if payload is None else payload.device,
-        )
-
-
-def transfer_bytes(config: EngineConfig) -> int:
-    """Return the device memory that an executor takes for packets and what comes back."""
-    return _num_blocks(config) * sum(_block_bytes(config))
-
-
-def _num_blocks(config: EngineConfig) -> int:
-    """Those of the steps in flight, of one that is built, and of one that is read."""
-    return config.depth + 2
-
-
-def _block_bytes(config: EngineConfig) -> tuple[int, int, int]:
-    """Return the bytes of a packet, a result block and a payload block."""
-    result_bytes = 4 * RESULT_WORDS * config.max_running
-    return packet_schema(config).num_bytes, result_bytes, config.max_payload_bytes
-
-
-def _upload(block: TransferBlock, num_bytes: int) -> None:
-    block.device[:num_bytes].copy_(block.host[:num_bytes], non_blocking=True)
-
-
-def _download(block: TransferBlock, num_bytes: int) -> None:
-    block.host[:num_bytes].copy_(block.device[:num_bytes], non_blocking=True)
+        self._runner.run(plan, layout, result.device, None if payload is None else payload.device)

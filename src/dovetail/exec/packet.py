@@ -1,54 +1,73 @@
 """The one packet that carries a plan to the device.
 
-Owns its layout: a static schema of named int32-wide fields, each at a 16-byte
-aligned offset, and a header that holds scalars and each field's offset and length: 0 and 0 of a
-field that has nothing.
-Only the used prefix is sent. Written in place with numpy; no tensors here.
+Owns its layout: a static schema of tables of int32-wide columns, each table at a 16-byte aligned
+offset and its columns one after the other, and a header that holds scalars and each table's offset
+and length: 0 and 0 of a table that has nothing. Only the used prefix is sent. Written in place with
+numpy, in as few calls as there are tables: once a step, each finds its code and data gone from the
+processor's caches. No tensors here.
 """
 
 import dataclasses
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
-from dovetail.sched.plan import MAX_BIASES, Rows, SlotWrites, StepPlan, TokenWrites
+from dovetail.sched.plan import MAX_BIASES, SlotWrites, StepPlan, TokenWrites
 
 Words = NDArray[np.int32]
 
-SCALARS = ("num_rows", "num_tokens", "rows_unchanged")
+SCALARS = ("num_rows", "num_tokens", "rows_unchanged", "result")
 _ALIGN_WORDS = 4
-_ROW_FIELDS = ("slot", "generation", "start", "width", "bound", "samples")
-_PAGE_FIELDS = ("group", "slot", "index", "page", "is_fresh")
-_SLOT_FIELDS = tuple(field.name for field in dataclasses.fields(SlotWrites) if field.name != "seed")
-_TOKEN_FIELDS = tuple(field.name for field in dataclasses.fields(TokenWrites))
+_ROW_COLUMNS = ("slot", "generation", "start", "width", "bound", "samples")
+_PAGE_COLUMNS = ("group", "slot", "index", "page", "is_fresh")
+_SLOT_COLUMNS = tuple(item.name for item in dataclasses.fields(SlotWrites) if item.name != "seed")
+_TOKEN_COLUMNS = tuple(item.name for item in dataclasses.fields(TokenWrites))
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """One array of the packet: its name and most words."""
+class Table:
+    """Columns of the same length.
+
+    Attributes:
+        name: of the table.
+        columns: their names; empty for a table that is one column and has no other name.
+        max_len: most words of a column.
+    """
 
     name: str
-    max_words: int
+    columns: tuple[str, ...]
+    max_len: int
+
+    @property
+    def max_words(self) -> int:
+        """Most words of the table."""
+        return max(1, len(self.columns)) * self.max_len
 
 
 @dataclass(frozen=True, slots=True)
 class PacketSchema:
-    """Which fields there are, in order."""
+    """Which tables there are, in order."""
 
-    fields: tuple[Field, ...]
+    tables: tuple[Table, ...]
 
     @property
     def header_words(self) -> int:
-        """Words of the header: the scalars, then (offset, length) a field."""
-        return _aligned(len(SCALARS) + 2 * len(self.fields))
+        """Words of the header: the scalars, then (offset, length) a table."""
+        return _aligned(len(SCALARS) + 2 * len(self.tables))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the largest packet."""
-        return 4 * (self.header_words + sum(_aligned(field.max_words) for field in self.fields))
+        return 4 * (self.header_words + sum(_aligned(table.max_words) for table in self.tables))
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Each table's word of the header that says where it begins; the next is its length."""
+        return {table.name: len(SCALARS) + 2 * i for i, table in enumerate(self.tables)}
 
 
 def packet_schema(config: EngineConfig) -> PacketSchema:
@@ -56,13 +75,13 @@ def packet_schema(config: EngineConfig) -> PacketSchema:
     rows, pages = config.max_running, config.max_pages_per_sequence + config.max_running
     return PacketSchema(
         (
-            *(Field(f"rows.{name}", rows) for name in _ROW_FIELDS),
-            Field("token_ids", config.max_step_tokens),
-            *(Field(f"pages.{name}", pages) for name in _PAGE_FIELDS),
-            *(Field(f"slots.{name}", rows) for name in _SLOT_FIELDS),
-            Field("slots.seed", 2 * rows),
-            *(Field(f"tokens.{name}", 2 * MAX_BIASES) for name in _TOKEN_FIELDS),
-            Field("targets", config.max_step_tokens),
+            Table("rows", _ROW_COLUMNS, rows),
+            Table("token_ids", (), config.max_step_tokens),
+            Table("pages", _PAGE_COLUMNS, pages),
+            Table("slots", _SLOT_COLUMNS, rows),
+            Table("seeds", (), 2 * rows),
+            Table("tokens", _TOKEN_COLUMNS, 2 * MAX_BIASES),
+            Table("targets", (), config.max_step_tokens),
         )
     )
 
@@ -71,51 +90,71 @@ class PacketWriter:
     """Writes plans. Remembers the last rows: a steady decode step sends a header alone."""
 
     def __init__(self, schema: PacketSchema) -> None:
-        self._schema = schema
-        self._last_rows: Rows | None = None
-        names = [field.name for field in schema.fields]
-        self._places = {name: index for index, name in enumerate(names)}
-        self._empty = np.zeros(len(SCALARS) + 2 * len(names), dtype=np.int32)
+        self._tables = schema.tables
+        self._begin = schema.header_words
+        self._last_rows: bytes | None = None
+        self._header = Struct(f"{len(SCALARS) + 2 * len(schema.tables)}i")
 
-    def write(self, plan: StepPlan, words: Words) -> int:
+    def write(self, plan: StepPlan, words: Words, *, result: int) -> int:
         """Write ``plan`` into ``words`` and return the number of words used.
+
+        Args:
+            plan: what the device is to do.
+            words: host memory of a staging block.
+            result: index of the block in which the step leaves its result.
 
         Raises:
             InvariantError: the plan is larger than the configuration allows.
         """
-        rows_unchanged = _same_rows(plan.rows, self._last_rows)
-        self._last_rows = plan.rows
-        values: dict[str, Words] = {"token_ids": plan.token_ids}
-        if not rows_unchanged:
-            values |= {f"rows.{name}": getattr(plan.rows, name) for name in _ROW_FIELDS}
-        if len(plan.page_writes):
-            values |= {f"pages.{name}": getattr(plan.page_writes, name) for name in _PAGE_FIELDS}
-        if len(plan.slot_writes):
-            values |= {
-                f"slots.{name}": getattr(plan.slot_writes, name).view(np.int32)
-                for name in (*_SLOT_FIELDS, "seed")
-            }
-        if len(plan.token_writes):
-            values |= {
-                f"tokens.{name}": getattr(plan.token_writes, name).view(np.int32)
-                for name in _TOKEN_FIELDS
-            }
-        if len(plan.targets):
-            values["targets"] = plan.targets
-        words[: len(self._empty)] = self._empty
-        words[: len(SCALARS)] = len(plan.rows), plan.num_tokens, rows_unchanged
-        end = self._schema.header_words
-        for name, array in values.items():
-            length, place = len(array), self._places[name]
-            if length == 0:
-                continue
-            if length > (most := self._schema.fields[place].max_words):
-                raise InvariantError(f"a plan has {length} words of {name}; at most {most} fit")
-            head = len(SCALARS) + 2 * place
-            words[head : head + 2] = end, length
-            words[end : end + length] = array
-            end += _aligned(length)
+        rows, header = plan.rows, [len(plan.rows), plan.num_tokens, 0, result]
+        columns = (rows.slot, rows.generation, rows.start, rows.width, rows.bound, rows.samples)
+        end = self._put(words, self._begin, columns, header)
+        sent = words[self._begin : self._begin + len(columns) * len(rows)].tobytes()
+        # Decode rows may repeat the last step's; prefill rows move, so they never do.
+        if sent == self._last_rows:
+            header[2], header[len(SCALARS) :] = 1, (0, 0)
+            end = self._begin
+        self._last_rows = sent
+        for columns in (
+            (plan.token_ids,),
+            _page_columns(plan) if len(plan.page_writes) else (),
+            _slot_columns(plan) if len(plan.slot_writes) else (),
+            (plan.slot_writes.seed.view(np.int32),) if len(plan.slot_writes) else (),
+            _token_columns(plan) if len(plan.token_writes) else (),
+            (plan.targets,),
+        ):
+            end = self._put(words, end, columns, header)
+        self._header.pack_into(words.data, 0, *header)
         return end
+
+    def _put(self, words: Words, begin: int, columns: tuple[Words, ...], header: list[int]) -> int:
+        """Write the next table at ``begin``, note it in the header, and return where it ends."""
+        length = len(columns[0]) if columns else 0
+        if not length:
+            header += (0, 0)
+            return begin
+        table = self._tables[(len(header) - len(SCALARS)) // 2]
+        if length > table.max_len:
+            raise InvariantError(
+                f"a plan has {length} words of {table.name}; at most {table.max_len} fit"
+            )
+        header += (begin, length)
+        end = begin + len(columns) * length
+        np.concatenate(columns, out=words[begin:end])
+        return _aligned(end)
+
+
+def _page_columns(plan: StepPlan) -> tuple[Words, ...]:
+    writes = plan.page_writes
+    return (writes.group, writes.slot, writes.index, writes.page, writes.is_fresh)
+
+
+def _slot_columns(plan: StepPlan) -> tuple[Words, ...]:
+    return tuple(getattr(plan.slot_writes, name).view(np.int32) for name in _SLOT_COLUMNS)
+
+
+def _token_columns(plan: StepPlan) -> tuple[Words, ...]:
+    return tuple(getattr(plan.token_writes, name).view(np.int32) for name in _TOKEN_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,33 +163,31 @@ class PacketView:
 
     Attributes:
         num_rows, num_tokens: of the step.
-        rows_unchanged: the rows are those of the step before; no row field is sent.
-        fields: name -> int32 view of the block.
+        rows_unchanged: the rows are those of the step before; none are sent.
+        result: index of the block in which the step leaves its result.
+        fields: ``table.column`` or ``table`` -> int32 view of the block.
     """
 
     num_rows: int
     num_tokens: int
     rows_unchanged: bool
+    result: int
     fields: dict[str, Words]
 
 
 def read_packet(schema: PacketSchema, words: Words) -> PacketView:
     """Return views of the packet that lies in ``words``."""
-    num_fields = len(schema.fields)
-    header = words[: len(SCALARS) + 2 * num_fields].tolist()
+    header = words[: len(SCALARS) + 2 * len(schema.tables)].tolist()
     fields: dict[str, Words] = {}
-    for index, field in enumerate(schema.fields):
-        offset, length = header[len(SCALARS) + 2 * index : len(SCALARS) + 2 * index + 2]
-        fields[field.name] = words[offset : offset + length]
-    return PacketView(header[0], header[1], bool(header[2]), fields)
-
-
-def _same_rows(rows: Rows, last: Rows | None) -> bool:
-    """True for decode rows that repeat the last step's; prefill rows move, so they never do."""
-    # Bytes: of a few hundred integers, numpy's own comparison is mostly overhead.
-    return last is not None and all(
-        getattr(rows, name).tobytes() == getattr(last, name).tobytes() for name in _ROW_FIELDS
-    )
+    for table in schema.tables:
+        head = schema.heads[table.name]
+        offset, length = header[head : head + 2]
+        for column in table.columns:
+            fields[f"{table.name}.{column}"] = words[offset : offset + length]
+            offset += length
+        if not table.columns:
+            fields[table.name] = words[offset : offset + length]
+    return PacketView(header[0], header[1], bool(header[2]), header[3], fields)
 
 
 def _aligned(num_words: int) -> int:

@@ -77,8 +77,13 @@ class PayloadLayout:
     num_bytes: int
 
 
+_TOKENS_ALONE = PayloadLayout((), (), {}, 0)
+
+
 def payload_layout(plan: StepPlan, columns: dict[str, ColumnSpec]) -> PayloadLayout:
     """Return the payload layout of a plan."""
+    if not (plan.readouts or plan.scores or plan.snapshot):
+        return _TOKENS_ALONE
     end = 0
 
     def place(dtype: np.dtype[np.generic], *shape: int) -> PayloadSlice:

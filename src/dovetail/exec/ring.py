@@ -1,31 +1,35 @@
 """Rings of transfer blocks: a step owns its block until it retires."""
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dovetail.errors import InvariantError
 from dovetail.exec.device import Device, Event
-
-BLOCK_ALIGN_BYTES = 16
 
 
 class TransferBlock:
     """Host memory and device memory of the same size, moved together.
 
     Attributes:
+        index: of the block in its ring.
         host: uint8, see ``Device.host_block``.
         device: uint8, on the device.
+        owned: the memory that belongs to the block's user alone.
         words: int32 view of ``host`` for the present user of the block.
         num_bytes: size of either.
         in_use: between ``BlockRing.acquire`` and ``BlockRing.release``.
     """
 
-    def __init__(self, device: Device, num_bytes: int) -> None:
-        num_bytes = -(-num_bytes // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
-        self.num_bytes = num_bytes
-        self.host = device.host_block(num_bytes)
-        self.device = device.device_block(num_bytes)
-        self._host_words = self.host.numpy().view(np.int32)  # once: ``numpy()`` is a torch op
+    def __init__(self, index: int, host: Tensor, device: Tensor, owned: tuple[Tensor, ...]) -> None:
+        self.index = index
+        self.host = host
+        self.device = device
+        self.owned = owned
+        self.num_bytes = len(host)
+        self._host_words = host.numpy().view(np.int32)  # once: ``numpy()`` is a torch op
         self.words = self.open()
         self.fence: Event | None = None
         self.in_use = False
@@ -40,6 +44,18 @@ class TransferBlock:
         self.words.setflags(write=False)
 
 
+def paired_blocks(device: Device, memories: Iterable[Tensor]) -> list[TransferBlock]:
+    """Return a block for each of these pieces of device memory."""
+    pairs = [(device.host_block(len(memory)), memory) for memory in memories]
+    return [TransferBlock(i, host, own, (host, own)) for i, (host, own) in enumerate(pairs)]
+
+
+def joint_blocks(device: Device, memory: Tensor, *, num_blocks: int) -> list[TransferBlock]:
+    """Return blocks that take turns in one piece of device memory: the lane's order keeps them."""
+    hosts = [device.host_block(len(memory)) for _ in range(num_blocks)]
+    return [TransferBlock(i, host, memory, (host,)) for i, host in enumerate(hosts)]
+
+
 class BlockRing:
     """Hands out blocks in turn; one comes round again only after its last user.
 
@@ -47,9 +63,9 @@ class BlockRing:
     already; the ring does not rely on it.
     """
 
-    def __init__(self, device: Device, *, num_blocks: int, num_bytes: int) -> None:
+    def __init__(self, device: Device, blocks: Sequence[TransferBlock]) -> None:
         self._device = device
-        self._blocks = [TransferBlock(device, num_bytes) for _ in range(num_blocks)]
+        self._blocks = blocks
         self._next = 0
 
     def acquire(self) -> TransferBlock:
@@ -64,8 +80,8 @@ class BlockRing:
             raise InvariantError("a ring of transfer blocks came round to a block still in use")
         if block.fence is not None:
             block.fence.wait()
-        self._device.recycle(block.device)
-        self._device.recycle(block.host)
+        for memory in block.owned:
+            self._device.recycle(memory)
         block.open()
         block.in_use = True
         return block

@@ -20,6 +20,7 @@ from dovetail.attention.paged import AttentionRows, PagedAttention
 from dovetail.capture.rows import StepRows
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.batch import DeviceBatch, StepInputs, check_handles, sequence_slots, unpack
+from dovetail.exec.blocks import step_blocks
 from dovetail.exec.device import Device
 from dovetail.exec.kv import KVStore
 from dovetail.exec.packet import PacketView, packet_schema, read_packet
@@ -39,6 +40,9 @@ class StepRunner:
     def __init__(self, config: EngineConfig, model: CausalLM, device: Device) -> None:
         self._config = config
         self._schema = packet_schema(config)
+        self.blocks = step_blocks(config, device)
+        self._packet = self.blocks.packet.numpy().view(np.int32)
+        self._results = self.blocks.results.numpy().view(np.int32)
         self._model = model
         self._kv = KVStore(config, device)
         self._state = DeviceState(config, device)
@@ -63,18 +67,14 @@ class StepRunner:
                 self._kv.sidecars[column].read(slots, item.view(block))
 
     def run(
-        self,
-        plan: StepPlan,
-        packet: Tensor,
-        layout: PayloadLayout,
-        result: Tensor,
-        payload: Tensor | None,
+        self, plan: StepPlan, layout: PayloadLayout, result: Tensor, payload: Tensor | None
     ) -> None:
         """See ``Runner``; what there is to know stands in the packet."""
+        packet = read_packet(self._schema, self._packet)
         self.run_packet(
-            read_packet(self._schema, packet.numpy().view(np.int32)),
+            packet,
             layout,
-            result.numpy().view(np.int32),
+            self._results[packet.result],
             None if payload is None else payload.numpy(),
         )
 

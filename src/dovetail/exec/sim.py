@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import DeviceError, InvariantError
-from dovetail.exec.device import Event, Lane
+from dovetail.exec.device import Event, Lane, download, upload
 from dovetail.exec.memory import TaggedMemory, host_memory
 
 POISON_BYTE = 0xA5
@@ -53,6 +53,14 @@ class SimLane:
         self._device.check_access(self, reads, writes)
         self._items.append(lambda: fn(*args))
         self._device.run_some()
+
+    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+        """See ``Lane``."""
+        self.submit(upload, host, device, num_bytes, reads=(host,), writes=(device,))
+
+    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+        """See ``Lane``."""
+        self.submit(download, device, host, begin, end, reads=(device,), writes=(host,))
 
     def record(self) -> Event:
         """Return the present end of the queue."""

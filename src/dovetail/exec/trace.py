@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from dovetail.exec.device import Device, Event, Lane
+from dovetail.exec.device import Device, Event, Lane, download, upload
 
 Stamp = TypeVar("Stamp")
 
@@ -119,6 +119,14 @@ class TracedLane:
     ) -> None:
         """Queue ``fn(*args)``; see ``Lane``."""
         self._lane.submit(self._recorder.work(self._name, fn), *args, reads=reads, writes=writes)
+
+    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+        """See ``Lane``."""
+        self.submit(upload, host, device, num_bytes, reads=(host,), writes=(device,))
+
+    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+        """See ``Lane``."""
+        self.submit(download, device, host, begin, end, reads=(device,), writes=(host,))
 
     def record(self) -> Event:
         """See ``Lane``."""

@@ -284,7 +284,9 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens forwarded by the step (T)."""
+        """Tokens forwarded by the step (T); decode rows forward one each."""
+        if not len(self.token_ids):
+            return len(self.rows)
         return int(self.rows.width.sum())
 
 

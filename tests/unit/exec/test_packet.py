@@ -53,7 +53,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         return np.frombuffer(rng.bytes(num * np.dtype(dtype).itemsize), dtype=dtype).copy()
 
     rows = {name: bits(num_rows) for name in ROW_FIELDS}
-    rows["width"] = rng.integers(1, 4, num_rows, dtype=np.int32)
+    rows["width"] = rng.integers(1, 4 if num_tokens else 2, num_rows, dtype=np.int32)
     return StepPlan(
         step_id=0,
         epoch=0,
@@ -106,17 +106,19 @@ def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
 @given(st.lists(plans(), min_size=1, max_size=4))
 def test_a_plan_is_read_as_it_was_written(written):
     writer, known_rows = PacketWriter(SCHEMA), None
-    for plan in written:
+    for result, plan in enumerate(written):
         words = block()
-        num_words = writer.write(plan, words)
+        num_words = writer.write(plan, words, result=result)
         words[num_words:] = 0x0BADBEEF  # what is not sent cannot be read
         packet = read_packet(SCHEMA, words)
         assert (packet.num_rows, packet.num_tokens) == (len(plan.rows), plan.num_tokens)
+        assert packet.result == result
         assert same_bits(packet.fields["token_ids"], plan.token_ids)
         for name in PAGE_FIELDS:
             assert same_bits(packet.fields[f"pages.{name}"], getattr(plan.page_writes, name))
         for name in SLOT_FIELDS:
-            assert same_bits(packet.fields[f"slots.{name}"], getattr(plan.slot_writes, name))
+            field = "seeds" if name == "seed" else f"slots.{name}"
+            assert same_bits(packet.fields[field], getattr(plan.slot_writes, name))
         for name in TOKEN_FIELDS:
             assert same_bits(packet.fields[f"tokens.{name}"], getattr(plan.token_writes, name))
         assert same_bits(packet.fields["targets"], plan.targets)
@@ -130,23 +132,23 @@ def test_a_plan_is_read_as_it_was_written(written):
 @given(plans())
 def test_nothing_is_left_of_the_packet_that_was_in_the_block_before(plan):
     writer, words = PacketWriter(SCHEMA), block()
-    writer.write(plan, words)
-    writer.write(decode_plan(), words)
+    writer.write(plan, words, result=1)
+    writer.write(decode_plan(), words, result=0)
     left = {n: len(f) for n, f in read_packet(SCHEMA, words).fields.items() if len(f)}
     assert left == {f"rows.{name}": 3 for name in ROW_FIELDS}
 
 
 @given(plans())
-def test_fields_are_aligned_and_do_not_overlap(plan):
+def test_tables_are_aligned_and_columns_do_not_overlap(plan):
     words = block()
-    num_words = PacketWriter(SCHEMA).write(plan, words)
+    num_words = PacketWriter(SCHEMA).write(plan, words, result=0)
     base = words.__array_interface__["data"][0]
     spans = []
     for field in read_packet(SCHEMA, words).fields.values():
         if len(field):
             start = field.__array_interface__["data"][0] - base
-            assert start % 16 == 0
             spans.append((start, start + field.nbytes))
+    assert all(words[head] % 4 == 0 for head in SCHEMA.heads.values())  # 16 bytes
     spans.sort()
     ends = [SCHEMA.header_words * 4, *(end for _, end in spans)]
     assert all(end <= start for end, (start, _) in zip(ends, spans, strict=False))
@@ -155,9 +157,9 @@ def test_fields_are_aligned_and_do_not_overlap(plan):
 
 def test_a_steady_decode_step_sends_its_header_alone():
     writer = PacketWriter(SCHEMA)
-    assert writer.write(decode_plan(), block()) > SCHEMA.header_words
+    assert writer.write(decode_plan(), block(), result=0) > SCHEMA.header_words
     words = block()
-    assert writer.write(decode_plan(), words) == SCHEMA.header_words
+    assert writer.write(decode_plan(), words, result=0) == SCHEMA.header_words
     packet = read_packet(SCHEMA, words)
     assert packet.rows_unchanged and packet.num_rows == 3
     assert not any(len(field) for field in packet.fields.values())
@@ -167,7 +169,7 @@ def test_a_changed_row_is_sent_and_so_is_one_that_changes_back():
     writer = PacketWriter(SCHEMA)
     for num_rows in (3, 2, 3):
         words = block()
-        writer.write(decode_plan(num_rows), words)
+        writer.write(decode_plan(num_rows), words, result=0)
         assert not read_packet(SCHEMA, words).rows_unchanged
 
 
@@ -197,7 +199,7 @@ def test_a_plan_that_is_too_large_is_our_own_fault(field, too_many):
     kept = {name: getattr(steady, name) for name in parts if name != field}
     plan = StepPlan(step_id=0, epoch=0, **kept, **{field: parts[field]})
     with pytest.raises(InvariantError, match=f"has {too_many}|has {2 * too_many}"):
-        PacketWriter(SCHEMA).write(plan, block())
+        PacketWriter(SCHEMA).write(plan, block(), result=0)
 
 
 def test_plans_are_frozen():

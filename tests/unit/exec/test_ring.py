@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dovetail.errors import InvariantError
-from dovetail.exec.device import CpuDevice
-from dovetail.exec.ring import BlockRing
+from dovetail.exec.device import CpuDevice, Device
+from dovetail.exec.ring import BlockRing, joint_blocks, paired_blocks
 from dovetail.exec.sim import POISON_BYTE, SimDevice
 
 
@@ -19,20 +19,27 @@ class Fence:
         self.num_waits += 1
 
 
+def ring_of(num_blocks: int, device: Device | None = None) -> BlockRing:
+    device = device or CpuDevice()
+    memories = [device.device_block(16) for _ in range(num_blocks)]
+    return BlockRing(device, paired_blocks(device, memories))
+
+
 def test_blocks_come_round_in_turn():
-    ring = BlockRing(CpuDevice(), num_blocks=3, num_bytes=40)
+    ring = ring_of(3)
     seen = []
     for _ in range(6):
         block = ring.acquire()
         seen.append(block)
         ring.release(block)
     assert seen[:3] == seen[3:] and len(set(map(id, seen))) == 3
-    assert len(seen[0].host) == len(seen[0].device) == 48  # whole 16-byte units
-    assert len(seen[0].words) == 12
+    assert [block.index for block in seen[:3]] == [0, 1, 2]
+    assert len(seen[0].host) == len(seen[0].device) == seen[0].num_bytes == 16
+    assert len(seen[0].words) == 4
 
 
 def test_a_block_still_in_use_is_never_handed_out():
-    ring = BlockRing(CpuDevice(), num_blocks=2, num_bytes=16)
+    ring = ring_of(2)
     first, _second = ring.acquire(), ring.acquire()
     with pytest.raises(InvariantError, match="still in use"):
         ring.acquire()
@@ -40,7 +47,7 @@ def test_a_block_still_in_use_is_never_handed_out():
 
 
 def test_the_fence_of_the_last_user_is_waited_for_each_time():
-    ring, fence = BlockRing(CpuDevice(), num_blocks=1, num_bytes=16), Fence()
+    ring, fence = ring_of(1), Fence()
     ring.release(ring.acquire(), fence=fence)
     assert fence.num_waits == 0
     block = ring.acquire()
@@ -51,7 +58,7 @@ def test_the_fence_of_the_last_user_is_waited_for_each_time():
 
 
 def test_a_frozen_block_cannot_be_written_and_the_next_user_can():
-    ring = BlockRing(CpuDevice(), num_blocks=1, num_bytes=16)
+    ring = ring_of(1)
     block = ring.acquire()
     words = block.words
     words[0] = 7
@@ -65,7 +72,7 @@ def test_a_frozen_block_cannot_be_written_and_the_next_user_can():
 
 
 def test_a_simulated_device_fills_returned_blocks_with_junk():
-    ring = BlockRing(SimDevice(seed=0), num_blocks=1, num_bytes=16)
+    ring = ring_of(1, SimDevice(seed=0))
     block = ring.acquire()
     block.host.zero_()
     block.device.zero_()
@@ -74,3 +81,16 @@ def test_a_simulated_device_fills_returned_blocks_with_junk():
     block = ring.acquire()
     assert (block.device.numpy() == POISON_BYTE).all()
     assert block.words.dtype == np.int32
+
+
+def test_blocks_of_one_piece_of_device_memory_leave_it_to_the_lane():
+    """A user of the host's side comes before the last one's device work is done."""
+    device = SimDevice(seed=0)
+    memory = device.device_block(16)
+    ring = BlockRing(device, joint_blocks(device, memory, num_blocks=2))
+    first, second = ring.acquire(), ring.acquire()
+    assert first.device is second.device is memory and first.host is not second.host
+    memory.fill_(7)
+    ring.release(first)
+    assert ring.acquire() is first and (first.host.numpy() == POISON_BYTE).all()
+    assert (memory.numpy() == 7).all()

@@ -1,10 +1,11 @@
-"""What a pool must leave room for: the blocks of an executor, to the byte."""
+"""What a pool must leave room for: an executor's blocks beside those of its runner, to the byte."""
 
 import pytest
 import torch
 
+from dovetail.exec.blocks import step_blocks, transfer_bytes
 from dovetail.exec.device import CpuDevice
-from dovetail.exec.executor import Executor, transfer_bytes
+from dovetail.exec.executor import Executor
 from tests.support.scripted import plain_config
 
 
@@ -18,7 +19,10 @@ def test_transfer_bytes_are_those_of_the_blocks_on_the_device(
         sizes.append(num_bytes)
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
+    class Runner:
+        blocks = step_blocks(config, device)
+
     monkeypatch.setattr(device, "device_block", device_block)
-    Executor(config, None, device)  # type: ignore[arg-type]
-    assert len(sizes) == 3 * (depth + 2)
+    Executor(config, Runner(), device)  # type: ignore[arg-type]
+    assert len(sizes) == depth + 2
     assert transfer_bytes(config) == sum(sizes)

@@ -66,8 +66,8 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
         runner = CudaRunner(config, model, gpu, kernels, graphs, shaped_graphs)
         # Memory was allocated and filled on another stream than the lanes'.
         torch.cuda.synchronize(gpu.torch_device)
-        if graphs is not None:  # before the first step, while the inputs are padding
-            gpu.compute.submit(graphs.record, runner.forward, partial(on_progress, RECORDING))
+        if graphs is not None:  # before the first packet: what is recorded runs on padding
+            gpu.compute.submit(graphs.record, runner.step, partial(on_progress, RECORDING))
             gpu.compute.submit(
                 shaped_graphs.record,
                 runner.draw_shaped,

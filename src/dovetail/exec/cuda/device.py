@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import DeviceError, InvariantError
+from dovetail.exec.cuda.copies import DriverCopies, driver_copies
 from dovetail.exec.cuda.driver import tagged_memory
 from dovetail.exec.device import WAIT_SECONDS, Event, Lane
 from dovetail.exec.memory import TaggedMemory
@@ -35,8 +36,10 @@ class CudaEvent:
 
         Asks again and again: CUDA's own wait has no limit of time.
         """
-        deadline = time.monotonic() + WAIT_SECONDS
         try:
+            if self.point.query():
+                return
+            deadline = time.monotonic() + WAIT_SECONDS
             while not self.point.query():
                 if time.monotonic() > deadline:
                     raise DeviceError(f"lane {self._name} did nothing for {WAIT_SECONDS:g} s")
@@ -48,9 +51,11 @@ class CudaEvent:
 class CudaLane:
     """A stream. A fault of the GPU is raised at the submission or the wait that meets it."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, copies: DriverCopies) -> None:
         self.name = name
         self.stream = torch.cuda.Stream(device)
+        self._handle = self.stream.cuda_stream
+        self._copies = copies
 
     def submit(
         self,
@@ -69,6 +74,23 @@ class CudaLane:
                 fn(*args)
         except _FAULTS as error:
             raise DeviceError(f"work on lane {self.name} failed: {error}") from error
+
+    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+        """See ``Lane``. From memory that is not pinned the thread waits until it has been read.
+
+        Raises:
+            DeviceError: the GPU failed.
+        """
+        self._copies.upload(host.data_ptr(), device.data_ptr(), num_bytes, self._handle)
+
+    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+        """See ``Lane``. To memory that is not pinned the thread waits for the copy.
+
+        Raises:
+            DeviceError: the GPU failed.
+        """
+        source, target = device.data_ptr() + begin, host.data_ptr() + begin
+        self._copies.download(source, target, end - begin, self._handle)
 
     def record(self) -> Event:
         """Return the present end of the stream."""
@@ -91,7 +113,11 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
-        lanes = (CudaLane("compute", self.torch_device), CudaLane("copy", self.torch_device))
+        copies = driver_copies(self.torch_device)
+        lanes = (
+            CudaLane("compute", self.torch_device, copies),
+            CudaLane("copy", self.torch_device, copies),
+        )
         # PyTorch hands out streams of a pool in turn, so two of them may be the same one.
         if lanes[0].stream.cuda_stream == lanes[1].stream.cuda_stream:
             raise InvariantError("both lanes got the same CUDA stream")

@@ -1,7 +1,8 @@
 """Steps recorded as CUDA graphs, by tiers of rows and of tokens.
 
-Owns the tiers, the graphs and the memory that they share. A graph reads and writes fixed addresses
-alone: whatever differs from step to step lies in the inputs, which are filled before a replay.
+Owns the tiers, the graphs and the memory that they share. A graph holds a step from its packet to
+its result block. It reads and writes fixed addresses alone: whatever differs from step to step lies
+in the packet, which has arrived before a replay.
 
 Decode steps have a graph for each tier of rows. Steps with prompt chunks have one for each tier of
 tokens, whatever the mix of rows; above the last tier the GPU is slower than the launching thread,
@@ -10,6 +11,7 @@ and nothing is gained: such steps are padded a little and run by themselves.
 
 import contextlib
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -83,7 +85,7 @@ class Tiers:
     def padded(self, shape: StepShape) -> StepShape:
         """Return the least recorded shape that holds a step; a rounded one if none does."""
         if not shape.num_tiles:
-            return _decode_shape(next(tier for tier in self._decode if tier >= shape.num_rows))
+            return _decode_shape(self._decode[bisect_left(self._decode, shape.num_rows)])
         fitting = (tier for tier in self._tokens if tier >= shape.num_tokens)
         rounded = -(-shape.num_tokens // _ROUND) * _ROUND
         return self._mixed(next(fitting, min(rounded, self._max_tokens)))
@@ -101,9 +103,9 @@ class CudaGraphs:
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Forwarded]] = {}
 
     def record(
-        self, forward: Callable[[StepShape], Forwarded], on_progress: Callable[[int, int], None]
+        self, step: Callable[[StepShape], Forwarded], on_progress: Callable[[int, int], None]
     ) -> None:
-        """Record ``forward`` for all tiers, the largest first: the others fit into its memory.
+        """Record ``step`` for all tiers, the largest first: the others fit into its memory.
 
         ``on_progress`` is told after each how many are done, and how many there are.
         """
@@ -111,13 +113,13 @@ class CudaGraphs:
         stream = torch.cuda.current_stream()
         with no_collection():
             for shape in self._tiers.shapes:
-                forward(shape)  # compiles, and allocates what is allocated once
+                step(shape)  # compiles, and allocates what is allocated once
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(
                     graph, pool=pool, stream=stream, capture_error_mode="thread_local"
                 ):
-                    forwarded = forward(shape)
+                    forwarded = step(shape)
                 self._graphs[shape] = graph, forwarded
                 on_progress(len(self._graphs), len(self._tiers.shapes))
 
@@ -132,9 +134,10 @@ class CudaGraphs:
 
     def replay(self, padded: StepShape) -> Forwarded | None:
         """See ``StepGraphs``."""
-        if padded not in self._graphs:
+        recorded = self._graphs.get(padded)
+        if recorded is None:
             return None
-        graph, forwarded = self._graphs[padded]
+        graph, forwarded = recorded
         graph.replay()
         return forwarded
 

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from dovetail.exec.blocks import StepBlocks
 from dovetail.exec.cuda.step import SlotTensors, StepTensors
 from dovetail.exec.readback import BROKEN_ROW
 from dovetail.kernels.backend import PlainDraws
@@ -19,15 +20,17 @@ _NON_FINITE = tl.constexpr(int(RowStatus.NON_FINITE))
 
 @jit
 def _pack_kernel(
-    result_ptr, rows_ptr, first_ptr, row_status_ptr, is_spoilt_ptr, ids_ptr, logprobs_ptr,
-    status_ptr, last_token_ptr, stride, BLOCK: tl.constexpr,
+    packet_ptr, results_ptr, rows_ptr, first_ptr, row_status_ptr, is_spoilt_ptr, ids_ptr,
+    logprobs_ptr, status_ptr, last_token_ptr, stride, block_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row. A row whose hidden states are not finite says so, even if it samples nothing."""
     row = tl.program_id(0)
-    width = tl.load(rows_ptr + 3 * stride + row)
-    samples = tl.load(rows_ptr + 5 * stride + row) > 0
-    is_broken = tl.load(row_status_ptr + row) == _BROKEN
-    first = tl.load(first_ptr + row)
+    is_real = row < tl.load(packet_ptr)
+    result_ptr = results_ptr + tl.load(packet_ptr + 3) * block_stride
+    width = tl.load(rows_ptr + 3 * stride + row, mask=is_real, other=0)
+    samples = tl.load(rows_ptr + 5 * stride + row, mask=is_real, other=0) > 0
+    is_broken = tl.load(row_status_ptr + row, mask=is_real, other=0) == _BROKEN
+    first = tl.load(first_ptr + row, mask=is_real, other=0)
     spoilt = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, width, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -37,10 +40,10 @@ def _pack_kernel(
     logprob = tl.load(logprobs_ptr + row).to(tl.int32, bitcast=True)
     status = tl.where(samples, tl.load(status_ptr + row).to(tl.int32), 0)
     status = tl.where(tl.max(spoilt, axis=0) > 0, _NON_FINITE, status)
-    tl.store(result_ptr + row, tl.where(samples, token_id, 0))
-    tl.store(result_ptr + stride + row, tl.where(samples, logprob, 0))
-    tl.store(result_ptr + 2 * stride + row, tl.where(is_broken, _BROKEN, status))
-    slot = tl.load(rows_ptr + row).to(tl.int64)
+    tl.store(result_ptr + row, tl.where(samples, token_id, 0), mask=is_real)
+    tl.store(result_ptr + stride + row, tl.where(samples, logprob, 0), mask=is_real)
+    tl.store(result_ptr + 2 * stride + row, tl.where(is_broken, _BROKEN, status), mask=is_real)
+    slot = tl.load(rows_ptr + row, mask=is_real, other=0).to(tl.int64)
     tl.store(last_token_ptr + slot, token_id, mask=samples & (is_broken == 0))
 
 
@@ -49,22 +52,20 @@ def pack(
     slots: SlotTensors,
     draws: PlainDraws,
     is_spoilt_T: Tensor,
-    result: Tensor,
-    *,
-    num_rows: int,
+    blocks: StepBlocks,
 ) -> None:
-    """Write the result block of a step, and remember what its rows drew.
+    """Fill the result block that the packet names, and remember what the rows drew.
 
     Args:
         inputs: of the step.
         slots: whose last tokens change.
-        draws: one a row; those of rows that sample nothing are not looked at.
+        draws: one a row, padding included; those of rows that sample nothing are not looked at.
         is_spoilt_T: bool, tokens whose hidden states are not finite.
-        result: uint8, see ``exec.readback``.
-        num_rows: without padding.
+        blocks: the packet, and the result blocks; see ``exec.readback``.
     """
-    _pack_kernel[(num_rows,)](
-        result.view(torch.int32), inputs.rows_6R, inputs.first_R, inputs.status_R, is_spoilt_T,
-        draws.ids_N, draws.logprobs_N, draws.status_N, slots.last_token, inputs.rows_6R.stride(0),
-        BLOCK=128,
+    results = blocks.results.view(torch.int32)
+    _pack_kernel[(len(draws.ids_N),)](
+        blocks.packet.view(torch.int32), results, inputs.rows_6R, inputs.first_R,
+        inputs.status_R, is_spoilt_T, draws.ids_N, draws.logprobs_N, draws.status_N,
+        slots.last_token, inputs.rows_6R.stride(0), results.stride(0), BLOCK=128,
     )  # fmt: skip

@@ -12,11 +12,11 @@ import torch
 from dovetail.config.pool import MemoryUse
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import ConfigError, DeviceError
+from dovetail.exec.blocks import transfer_bytes
 from dovetail.exec.cuda.graphs import CudaGraphs
 from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.cuda.shaped_graphs import ShapedGraphs
 from dovetail.exec.device import Device
-from dovetail.exec.executor import transfer_bytes
 from dovetail.kernels.backend import Kernels
 from dovetail.models.causal_lm import CausalLM
 
@@ -49,7 +49,7 @@ def memory_use(
         smallest_pool = device.memory.num_bytes("kv")
         torch.cuda.synchronize(device.torch_device)
         if graphs is not None:
-            device.compute.submit(graphs.record, runner.forward, on_progress)
+            device.compute.submit(graphs.record, runner.step, on_progress)
             # Rerecorded with the pool; what they say of progress, those will say again.
             shaped_graphs = ShapedGraphs()
             device.compute.submit(

@@ -15,6 +15,7 @@ from dovetail.attention.backend import ForwardContext
 from dovetail.attention.tiled import TiledAttention
 from dovetail.capture.direct import DirectRecorder
 from dovetail.config.schema import EngineConfig
+from dovetail.exec.blocks import step_blocks
 from dovetail.exec.cuda.graphs import StepGraphs
 from dovetail.exec.cuda.pack import pack
 from dovetail.exec.cuda.shaped import ShapedDraws
@@ -65,6 +66,7 @@ class CudaRunner:
         self._model = model
         self._kernels = kernels
         self._graphs = graphs
+        self.blocks = step_blocks(config, device)
         self._shaped_graphs = shaped_graphs
         self._heads = (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim)
         self._tile_tokens = kernels.tile_tokens(geometry.num_heads // geometry.num_kv_heads)
@@ -84,6 +86,7 @@ class CudaRunner:
             vocab_size=geometry.vocab_size,
         )
         self._unpacker = Unpacker(
+            packet=self.blocks.packet,
             schema=packet_schema(config),
             slots=self._slots,
             inputs=self._inputs,
@@ -103,51 +106,63 @@ class CudaRunner:
             for column, item in slices.items():
                 block.put(item, self._rows_at(column, slots))
 
-    @torch.inference_mode()
     def run(
-        self,
-        plan: StepPlan,
-        packet: Tensor,
-        layout: PayloadLayout,
-        result: Tensor,
-        payload: Tensor | None,
+        self, plan: StepPlan, layout: PayloadLayout, result: Tensor, payload: Tensor | None
     ) -> None:
         """See ``Runner``."""
         self._tenants.apply(plan)
-        self._unpacker.apply_writes(plan, packet)
-        if not len(plan.rows):
-            return  # read-outs alone
+        self._unpacker.install(plan)
+        if not len(plan.rows):  # read-outs alone
+            if len(plan.page_writes):
+                self._unpacker.write_pages()
+            return
         self._tenants.check(plan.rows.slot, plan.rows.generation)
         shape = step_shape(plan, tile_tokens=self._tile_tokens)
         forwarded = None
         if self._graphs is not None:
             shape = self._graphs.padded(shape)
-        self._unpacker.fill(plan, packet, shape)
-        if self._graphs is not None:
             forwarded = self._graphs.replay(shape)
         if forwarded is None:
-            forwarded = self.forward(shape)
+            forwarded = self.step(shape)
         is_shaped = self._tenants.are_shaped(plan)
-        draws = self._draw_shaped(shape, forwarded) if is_shaped else forwarded.draws
-        pack(
-            self._inputs,
-            self._slots,
-            draws,
-            forwarded.is_spoilt_T,
-            result,
-            num_rows=len(plan.rows),
-        )
+        if is_shaped or payload is not None:
+            self._report(plan, shape, forwarded, is_shaped, layout, result, payload)
+
+    @torch.inference_mode()
+    def step(self, shape: StepShape) -> Forwarded:
+        """Run the step whose packet has arrived, padded to a shape; its rows draw plainly.
+
+        Reads and writes fixed addresses alone and waits for nothing, so a CUDA graph can hold it.
+        """
+        self._unpacker.write_pages()
+        self._unpacker.fill(shape)
+        forwarded = self._forward(shape)
+        pack(self._inputs, self._slots, forwarded.draws, forwarded.is_spoilt_T, self.blocks)
+        return forwarded
+
+    @torch.inference_mode()
+    def _report(
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        forwarded: Forwarded,
+        is_shaped: bool,
+        layout: PayloadLayout,
+        result: Tensor,
+        payload: Tensor | None,
+    ) -> None:
+        """Draw again what something shapes, and write what is asked for beside tokens."""
+        draws = None
+        if is_shaped:
+            draws = self._draw_shaped(shape, forwarded)
+            pack(self._inputs, self._slots, draws, forwarded.is_spoilt_T, self.blocks)
         if payload is not None:
             block = DevicePayload(payload)
             self._pack_snapshot(plan, layout, block)
-            self._write_scores(plan, forwarded, draws if is_shaped else None, layout, block, result)
+            self._write_scores(plan, forwarded, draws, layout, block, result)
 
-    @torch.inference_mode()
-    def forward(self, shape: StepShape) -> Forwarded:
-        """Forward what the inputs hold, and draw plainly for each row.
-
-        Reads fixed addresses alone and waits for nothing, so a CUDA graph can hold it.
-        """
+    def _forward(self, shape: StepShape) -> Forwarded:
+        """Forward what the inputs hold, and draw plainly for each row."""
         at, num_tokens, num_rows = self._inputs, shape.num_tokens, shape.num_rows
         kv_slots_T = at.kv_slots_T[:num_tokens]
         hidden_TM = self._model.hidden(
@@ -191,12 +206,12 @@ class CudaRunner:
     def rehearse(self) -> None:
         """Run the largest step there can be, by itself, with all that may be asked of it.
 
-        Before the first step, while all inputs are padding: nothing that anybody reads is written.
+        Before the first packet, so all of it is padding: nothing that anybody reads is written.
         What it takes of memory, no step takes more.
         """
         num_rows, num_tokens = self._config.max_running, self._config.max_step_tokens
         num_tiles = num_rows + -(-num_tokens // self._tile_tokens)
-        forwarded = self.forward(StepShape(num_rows, num_tokens, num_rows, num_tiles))
+        forwarded = self.step(StepShape(num_rows, num_tokens, num_rows, num_tiles))
         draws = self._shaped.draw(forwarded.logits_RV)
         self._scores.rehearse(forwarded.hidden_TM, self._shaped.spread(forwarded.logits_RV, draws))
 

@@ -40,6 +40,8 @@ class StepShape:
 
 def step_shape(plan: StepPlan, *, tile_tokens: int) -> StepShape:
     """Return the shape of a plan, without padding."""
+    if not len(plan.token_ids):  # decode rows alone: one token each
+        return StepShape(len(plan.rows), len(plan.rows), len(plan.rows), 0)
     width, is_decode = plan.rows.width, plan.rows.start == FROM_DEVICE
     num_tiles = int((-(-width[~is_decode] // tile_tokens)).sum())
     return StepShape(len(plan.rows), int(width.sum()), int(np.sum(is_decode)), num_tiles)

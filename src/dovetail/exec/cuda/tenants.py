@@ -49,9 +49,10 @@ class Tenants:
 
     def check(self, slots: ArrayLike, generations: ArrayLike) -> None:
         """Raise InvariantError if a handle names a tenancy that its slot does not have."""
-        is_stale = self._generation[np.asarray(slots)] != np.asarray(generations)
-        if is_stale.any():
-            stale = np.asarray(slots)[is_stale].tolist()
+        named, given = np.asarray(slots), np.asarray(generations, dtype=np.int32)
+        known = self._generation[named]
+        if known.tobytes() != given.tobytes():  # as bytes: numpy's comparison is mostly overhead
+            stale = named[known != given].tolist()
             raise InvariantError(f"a plan names stale slots {stale}")
 
     def are_shaped(self, plan: StepPlan) -> bool:

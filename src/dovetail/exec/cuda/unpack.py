@@ -1,8 +1,9 @@
 """From a packet on the GPU to the inputs of one forward, in a few kernels and no wait.
 
 Owns the GPU form of ``exec.batch.unpack``: it applies the packet's state changes, then works out
-positions, cache slots and work lists. What it reads off the packet the host need not know; what it
-is launched with, the host knows from the plan.
+positions, cache slots and work lists. What most steps need has grids of a fixed size and reads all
+the rest off the packet, so that a recorded step can hold it; what few steps need is launched by
+itself, as large as the plan says.
 
 Shape legend: as in ``exec.cuda.step``.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 from dovetail.errors import InvariantError
 from dovetail.exec.cuda.step import WORD_COLUMNS, SlotTensors, StepShape, StepTensors
 from dovetail.exec.kv import KVStore
-from dovetail.exec.packet import SCALARS, PacketSchema
+from dovetail.exec.packet import PacketSchema
 from dovetail.exec.readback import BROKEN_ROW
 from dovetail.kernels.triton.jit import jit
 from dovetail.kernels.triton.tiles import ceil_div, power_of_two
@@ -25,31 +26,41 @@ from dovetail.sched.plan import MAX_BIASES, MAX_REPORTED_IDS, StepPlan, TokenTab
 _TOKENS = 128
 """Tokens that one program places."""
 
+_PAGE_PROGRAMS = 64
+"""Programs that take turns with the entries of page tables: a step may have none, or thousands."""
+
 _BROKEN = tl.constexpr(BROKEN_ROW)
 _BIAS = tl.constexpr(int(TokenTable.BIAS))
 
 
+def _places(schema: PacketSchema, table: str) -> dict[str, int]:
+    """Return the columns of a table of the packet by their number."""
+    columns = next(item.columns for item in schema.tables if item.name == table)
+    return {column: index for index, column in enumerate(columns)}
+
+
 @jit
-def _field(packet_ptr, HEAD: tl.constexpr):
-    """Where a field begins, given the place of its offset in the header."""
-    return packet_ptr + tl.load(packet_ptr + HEAD)
+def _column(packet_ptr, HEAD: tl.constexpr, INDEX: tl.constexpr):
+    """Where a column begins, given its table's place in the header and its number there."""
+    return packet_ptr + tl.load(packet_ptr + HEAD) + INDEX * tl.load(packet_ptr + HEAD + 1)
 
 
 @jit
 def _tenant_kernel(
     packet_ptr, kv_len_ptr, last_token_ptr, words_ptr, seed_ptr, table_ptr, num_slots, table_stride,
-    SLOT: tl.constexpr, FIRST: tl.constexpr, NUM_COLUMNS: tl.constexpr, SEED: tl.constexpr,
-    PAGES: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, SLOT: tl.constexpr, FIRST: tl.constexpr, NUM_COLUMNS: tl.constexpr,
+    SEEDS: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One new tenant of a slot. Its sampling parameters are fields that follow one another."""
+    """One new tenant of a slot. Its sampling parameters are columns that follow one another."""
     write = tl.program_id(0)
-    slot = tl.load(_field(packet_ptr, SLOT) + write).to(tl.int64)
+    slot = tl.load(_column(packet_ptr, SLOTS, SLOT) + write).to(tl.int64)
     tl.store(kv_len_ptr + slot, 0)
     tl.store(last_token_ptr + slot, -1)
+    first = _column(packet_ptr, SLOTS, FIRST) + write
+    length = tl.load(packet_ptr + SLOTS + 1)
     for column in range(NUM_COLUMNS):
-        field = packet_ptr + tl.load(packet_ptr + FIRST + 2 * column)
-        tl.store(words_ptr + column * num_slots + slot, tl.load(field + write))
-    seed = _field(packet_ptr, SEED) + 2 * write
+        tl.store(words_ptr + column * num_slots + slot, tl.load(first + column * length))
+    seed = _column(packet_ptr, SEEDS, 0) + 2 * write
     low = tl.load(seed).to(tl.int64) & 0xFFFFFFFF
     tl.store(seed_ptr + slot, (tl.load(seed + 1).to(tl.int64) << 32) | low)
     for start in range(0, PAGES, BLOCK):
@@ -60,17 +71,17 @@ def _tenant_kernel(
 @jit(do_not_specialize=["num_writes"])
 def _token_write_kernel(
     packet_ptr, bias_ids_ptr, bias_values_ptr, bias_until_ptr, report_ids_ptr, num_writes,
-    FIRST: tl.constexpr, BIASES: tl.constexpr, REPORTS: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, BIASES: tl.constexpr, REPORTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK entries of token tables; the fields are those of ``TokenWrites``, in their order."""
+    """BLOCK entries of token tables; the columns are those of ``TokenWrites``, in their order."""
     write = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_real = write < num_writes
-    table = tl.load(_field(packet_ptr, FIRST) + write, mask=is_real, other=0)
-    slot = tl.load(_field(packet_ptr, FIRST + 2) + write, mask=is_real, other=0).to(tl.int64)
-    index = tl.load(_field(packet_ptr, FIRST + 4) + write, mask=is_real, other=0)
-    token_id = tl.load(_field(packet_ptr, FIRST + 6) + write, mask=is_real, other=0)
-    value = tl.load(_field(packet_ptr, FIRST + 8) + write, mask=is_real, other=0)
-    until = tl.load(_field(packet_ptr, FIRST + 10) + write, mask=is_real, other=0)
+    table = tl.load(_column(packet_ptr, TOKENS, 0) + write, mask=is_real, other=0)
+    slot = tl.load(_column(packet_ptr, TOKENS, 1) + write, mask=is_real, other=0).to(tl.int64)
+    index = tl.load(_column(packet_ptr, TOKENS, 2) + write, mask=is_real, other=0)
+    token_id = tl.load(_column(packet_ptr, TOKENS, 3) + write, mask=is_real, other=0)
+    value = tl.load(_column(packet_ptr, TOKENS, 4) + write, mask=is_real, other=0)
+    until = tl.load(_column(packet_ptr, TOKENS, 5) + write, mask=is_real, other=0)
     is_bias = is_real & (table == _BIAS)
     place = slot * BIASES + index
     tl.store(bias_ids_ptr + place, token_id, mask=is_bias)
@@ -89,33 +100,35 @@ def _poison(column_ptr, page, BYTES: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _page_kernel(
-    packet_ptr, table_ptr, first_ptr, second_ptr, third_ptr, table_stride, SLOT: tl.constexpr,
-    INDEX: tl.constexpr, PAGE: tl.constexpr, IS_FRESH: tl.constexpr, FIRST: tl.constexpr,
-    SECOND: tl.constexpr, THIRD: tl.constexpr, BLOCK: tl.constexpr,
+    packet_ptr, table_ptr, first_ptr, second_ptr, third_ptr, table_stride, PAGES: tl.constexpr,
+    SLOT: tl.constexpr, INDEX: tl.constexpr, PAGE: tl.constexpr, IS_FRESH: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One entry of a page table; the side data of a fresh page is a stranger's and is forgotten."""
-    write = tl.program_id(0)
-    slot = tl.load(_field(packet_ptr, SLOT) + write).to(tl.int64)
-    index = tl.load(_field(packet_ptr, INDEX) + write)
-    page = tl.load(_field(packet_ptr, PAGE) + write)
-    tl.store(table_ptr + slot * table_stride + index, page)
-    page = page.to(tl.int64)
-    if tl.load(_field(packet_ptr, IS_FRESH) + write) != 0:
-        _poison(first_ptr, page, FIRST, BLOCK)
-        if second_ptr is not None:
-            _poison(second_ptr, page, SECOND, BLOCK)
-        if third_ptr is not None:
-            _poison(third_ptr, page, THIRD, BLOCK)
+    """Entries of page tables; the side data of a fresh page is a stranger's and is forgotten."""
+    for write in range(tl.program_id(0), tl.load(packet_ptr + PAGES + 1), PROGRAMS):
+        slot = tl.load(_column(packet_ptr, PAGES, SLOT) + write).to(tl.int64)
+        index = tl.load(_column(packet_ptr, PAGES, INDEX) + write)
+        page = tl.load(_column(packet_ptr, PAGES, PAGE) + write)
+        tl.store(table_ptr + slot * table_stride + index, page)
+        page = page.to(tl.int64)
+        if tl.load(_column(packet_ptr, PAGES, IS_FRESH) + write) != 0:
+            _poison(first_ptr, page, FIRST, BLOCK)
+            if second_ptr is not None:
+                _poison(second_ptr, page, SECOND, BLOCK)
+            if third_ptr is not None:
+                _poison(third_ptr, page, THIRD, BLOCK)
 
 
 @jit
-def _row_field(
-    packet_ptr, rows_ptr, row, num_rows, rows_stride, HEAD: tl.constexpr, INDEX: tl.constexpr
+def _row_column(
+    packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS: tl.constexpr, INDEX: tl.constexpr
 ):  # fmt: skip
-    """Return a field of the rows: of the packet, or kept from the step before."""
+    """Return a column of the rows: of the packet, or kept from the step before."""
     is_real, is_kept = row < num_rows, tl.load(packet_ptr + 2) != 0
     kept = rows_ptr + INDEX * rows_stride + row
-    value = tl.load(_field(packet_ptr, HEAD) + row, mask=is_real & (is_kept == 0), other=0)
+    sent = _column(packet_ptr, ROWS, INDEX) + row
+    value = tl.load(sent, mask=is_real & (is_kept == 0), other=0)
     value += tl.load(kept, mask=is_real & is_kept, other=0)
     tl.store(kept, value, mask=is_real)
     return value
@@ -126,19 +139,18 @@ def _row_kernel(
     packet_ptr, rows_ptr, kv_len_ptr, temperature_ptr, seed_ptr, sample_index_ptr,
     num_decode_ptr, begin_ptr, first_ptr, first_tile_ptr, end_ptr, last_ptr, status_ptr,
     row_temperature_ptr, row_seed_ptr, row_sample_index_ptr, decode_ptr, tiles_ptr,
-    rows_stride, num_decode_entries, num_tile_entries, SLOT: tl.constexpr, START: tl.constexpr,
-    WIDTH: tl.constexpr, BOUND: tl.constexpr, SAMPLES: tl.constexpr, TILE_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    rows_stride, num_decode_entries, num_tile_entries, ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All rows at once: lengths, and the list of decode rows. Unused tiles are marked."""
     row = tl.arange(0, BLOCK)
     num_rows, num_tokens = tl.load(packet_ptr), tl.load(packet_ptr + 1)
     is_real = row < num_rows
-    slot = _row_field(packet_ptr, rows_ptr, row, num_rows, rows_stride, SLOT, 0)
-    start = _row_field(packet_ptr, rows_ptr, row, num_rows, rows_stride, START, 2)
-    width = _row_field(packet_ptr, rows_ptr, row, num_rows, rows_stride, WIDTH, 3)
-    bound = _row_field(packet_ptr, rows_ptr, row, num_rows, rows_stride, BOUND, 4)
-    _row_field(packet_ptr, rows_ptr, row, num_rows, rows_stride, SAMPLES, 5)
+    slot = _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 0)
+    start = _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 2)
+    width = _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 3)
+    bound = _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 4)
+    _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 5)
     slot = slot.to(tl.int64)
     is_decode = is_real & (start < 0)
 
@@ -210,9 +222,8 @@ def _token_kernel(
     page = tl.load(table_ptr + slot * table_stride + position // PAGE, mask=is_good, other=-1)
     is_good = is_good & (page >= 0)
     kv_slot = tl.where(is_good, page.to(tl.int64) * PAGE + position % PAGE, sink)
-    given = tl.load(
-        _field(packet_ptr, TOKEN_IDS) + token - num_decode, mask=is_real & (is_decode == 0), other=0
-    )  # fmt: skip
+    sent = _column(packet_ptr, TOKEN_IDS, 0) + token - num_decode
+    given = tl.load(sent, mask=is_real & (is_decode == 0), other=0)
     drawn = tl.load(last_token_ptr + slot, mask=is_decode, other=0)
     token_id = tl.maximum(tl.where(is_decode, drawn, given), 0)
     is_stored = is_real | is_padded
@@ -239,92 +250,98 @@ def _target_kernel(
 ):  # fmt: skip
     target = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_real = target < num_targets
-    value = tl.load(_field(packet_ptr, TARGETS) + target, mask=is_real, other=0)
+    value = tl.load(_column(packet_ptr, TARGETS, 0) + target, mask=is_real, other=0)
     tl.store(targets_ptr + target, value.to(tl.int64), mask=is_real)
 
 
 @dataclass(slots=True)
 class Unpacker:
-    """Fills ``inputs`` from packets and keeps ``slots`` and ``kv`` in step with them."""
+    """Fills ``inputs`` from packets and keeps ``slots`` and ``kv`` in step with them.
 
+    Attributes:
+        packet: uint8, where packets arrive.
+        schema: of the packet.
+        slots, inputs, kv: what is changed.
+        page_size: tokens of a page.
+        tile_tokens: see ``QueryTiles.max_tokens``.
+    """
+
+    packet: Tensor
     schema: PacketSchema
     slots: SlotTensors
     inputs: StepTensors
     kv: KVStore
     page_size: int
     tile_tokens: int
+    words: Tensor = field(init=False)
     heads: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = [item.name for item in self.schema.fields]
-        self.heads = {name: len(SCALARS) + 2 * index for index, name in enumerate(names)}
+        self.words = self.packet.view(torch.int32)
+        self.heads = self.schema.heads
         for name, sidecar in self.kv.sidecars.items():
             if not sidecar.spec.is_poison_all_ones:
                 raise InvariantError(f"the poison of column {name} is not all ones in bits")
-        heads = [self._head(f"slots.{name}") for name in WORD_COLUMNS]
-        if heads != list(range(heads[0], heads[0] + 2 * len(heads), 2)):
+        places = [_places(self.schema, "slots")[name] for name in WORD_COLUMNS]
+        if places != list(range(places[0], places[0] + len(places))):
             raise InvariantError("the packet's sampling parameters do not follow one another")
 
-    def apply_writes(self, plan: StepPlan, packet: Tensor) -> None:
-        """Install new tenants and page-table entries."""
-        slots, words = self.slots, packet.view(torch.int32)
-        table, stride = slots.page_table_SB, slots.page_table_SB.stride(0)
+    def install(self, plan: StepPlan) -> None:
+        """Take over what few plans have: new tenants, their token tables, targets of prompts."""
+        slots, table = self.slots, self.slots.page_table_SB
         if len(plan.slot_writes):
+            places = _places(self.schema, "slots")
             _tenant_kernel[(len(plan.slot_writes),)](
-                words, slots.kv_len, slots.last_token, slots.words_CS, slots.seed, table,
-                len(slots.kv_len), stride, SLOT=self._head("slots.slot"),
-                FIRST=self._head(f"slots.{WORD_COLUMNS[0]}"), NUM_COLUMNS=len(WORD_COLUMNS),
-                SEED=self._head("slots.seed"), PAGES=table.shape[1], BLOCK=1024,
+                self.words, slots.kv_len, slots.last_token, slots.words_CS, slots.seed, table,
+                len(slots.kv_len), table.stride(0), SLOTS=self.heads["slots"],
+                SLOT=places["slot"], FIRST=places[WORD_COLUMNS[0]], NUM_COLUMNS=len(WORD_COLUMNS),
+                SEEDS=self.heads["seeds"], PAGES=table.shape[1], BLOCK=1024,
             )  # fmt: skip
-        if len(plan.token_writes):
-            _token_write_kernel[(ceil_div(len(plan.token_writes), _TOKENS),)](
-                words, slots.bias_ids_SJ, slots.bias_values_SJ, slots.bias_until_SJ,
-                slots.report_ids_SJ, len(plan.token_writes), FIRST=self._head("tokens.table"),
+        if num_writes := len(plan.token_writes):
+            _token_write_kernel[(ceil_div(num_writes, _TOKENS),)](
+                self.words, slots.bias_ids_SJ, slots.bias_values_SJ, slots.bias_until_SJ,
+                slots.report_ids_SJ, num_writes, TOKENS=self.heads["tokens"],
                 BIASES=MAX_BIASES, REPORTS=MAX_REPORTED_IDS, BLOCK=_TOKENS,
             )  # fmt: skip
-        if len(plan.page_writes):
-            columns = [sidecar.rows for sidecar in self.kv.sidecars.values()]
-            page_bytes = [self.page_size * rows.stride(0) * rows.itemsize for rows in columns]
-            num_absent = 3 - len(columns)
-            _page_kernel[(len(plan.page_writes),)](
-                words, table, *(rows.view(-1).view(torch.uint8) for rows in columns),
-                *([None] * num_absent), stride, self._head("pages.slot"),
-                self._head("pages.index"), self._head("pages.page"), self._head("pages.is_fresh"),
-                *page_bytes, *([0] * num_absent), BLOCK=1024,
+        if num_targets := len(plan.targets):
+            _target_kernel[(ceil_div(num_targets, _TOKENS),)](
+                self.words, self.inputs.targets_T, num_targets, TARGETS=self.heads["targets"],
+                BLOCK=_TOKENS,
             )  # fmt: skip
 
-    def fill(self, plan: StepPlan, packet: Tensor, padded: StepShape) -> None:
-        """Work out the inputs of the plan's forward, padded to a shape."""
-        at, slots, words = self.inputs, self.slots, packet.view(torch.int32)
+    def write_pages(self) -> None:
+        """Change page tables. After ``install``: the pages are the new tenants'."""
+        columns = [sidecar.rows for sidecar in self.kv.sidecars.values()]
+        page_bytes = [self.page_size * rows.stride(0) * rows.itemsize for rows in columns]
+        num_absent, table = 3 - len(columns), self.slots.page_table_SB
+        places = _places(self.schema, "pages")
+        _page_kernel[(_PAGE_PROGRAMS,)](
+            self.words, table, *(rows.view(-1).view(torch.uint8) for rows in columns),
+            *([None] * num_absent), table.stride(0), self.heads["pages"], places["slot"],
+            places["index"], places["page"], places["is_fresh"],
+            *page_bytes, *([0] * num_absent), PROGRAMS=_PAGE_PROGRAMS, BLOCK=1024,
+        )  # fmt: skip
+
+    def fill(self, padded: StepShape) -> None:
+        """Work out the inputs of a forward, padded to a shape."""
+        at, slots = self.inputs, self.slots
         stride = at.rows_6R.stride(0)
         _row_kernel[(1,)](
-            words, at.rows_6R, slots.kv_len, slots.param("temperature"), slots.seed,
+            self.words, at.rows_6R, slots.kv_len, slots.param("temperature"), slots.seed,
             slots.param("sample_index"),
             at.num_decode, at.begin_R, at.first_R, at.first_tile_R, at.end_R, at.last_R,
             at.status_R,
             at.temperature_R, at.seed_R, at.sample_index_R, at.decode_R4, at.tiles_N4,
-            stride, padded.num_decode, padded.num_tiles,
-            SLOT=self._head("rows.slot"), START=self._head("rows.start"),
-            WIDTH=self._head("rows.width"), BOUND=self._head("rows.bound"),
-            SAMPLES=self._head("rows.samples"), TILE_TOKENS=self.tile_tokens,
-            BLOCK=power_of_two(at.rows_6R.shape[1] + 1),
+            stride, padded.num_decode, padded.num_tiles, ROWS=self.heads["rows"],
+            TILE_TOKENS=self.tile_tokens, BLOCK=power_of_two(at.rows_6R.shape[1] + 1),
         )  # fmt: skip
         table = slots.page_table_SB
         tokens = self.kv.sidecars["tokens"]
         _token_kernel[(ceil_div(padded.num_tokens, _TOKENS),)](
-            words, at.rows_6R, slots.last_token, table, at.num_decode, at.begin_R, at.first_R,
-            at.first_tile_R,
+            self.words, at.rows_6R, slots.last_token, table, at.num_decode, at.begin_R,
+            at.first_R, at.first_tile_R,
             at.status_R, at.token_ids_T, at.positions_T, at.kv_slots_T, tokens.rows, at.tiles_N4,
             stride, table.stride(0), padded.num_tokens, padded.num_tiles,
-            tokens.sink, TOKEN_IDS=self._head("token_ids"), PAGE=self.page_size,
+            tokens.sink, TOKEN_IDS=self.heads["token_ids"], PAGE=self.page_size,
             TILE_TOKENS=self.tile_tokens, BLOCK=_TOKENS,
         )  # fmt: skip
-        if len(plan.targets):
-            _target_kernel[(ceil_div(len(plan.targets), _TOKENS),)](
-                words, at.targets_T, len(plan.targets), TARGETS=self._head("targets"),
-                BLOCK=_TOKENS,
-            )  # fmt: skip
-
-    def _head(self, name: str) -> int:
-        """Return where the header says where a field begins."""
-        return self.heads[name]
