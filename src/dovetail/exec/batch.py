@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dovetail.attention.paged import AttentionRows, DecodeGroup
 from dovetail.errors import InvariantError
-from dovetail.exec.packet import PacketView
+from dovetail.exec.packet import ROW_COLUMNS, PacketView
 from dovetail.exec.state import DeviceState
 from dovetail.sampling.state import SLOT_COLUMNS
 from dovetail.sched.plan import FROM_DEVICE
@@ -36,16 +36,14 @@ class StepInputs:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self._rows = np.zeros((6, max_rows), dtype=np.int64)
-        self._num_rows = 0
+        self._rows = np.zeros((len(ROW_COLUMNS), max_rows), dtype=np.int64)
 
     def update(self, packet: PacketView) -> "StepRows":
-        """Return the rows of ``packet``, which are the last ones if it sends none."""
-        if not packet.rows_unchanged:
-            self._num_rows = packet.num_rows
-            for row, name in zip(self._rows, _ROW_NAMES, strict=True):
-                row[: packet.num_rows] = packet.fields[f"rows.{name}"]
-        return StepRows(*self._rows[:, : self._num_rows])
+        """Return the rows of ``packet``; columns that it does not send are the last ones."""
+        for row, name in zip(self._rows, ROW_COLUMNS, strict=True):
+            sent = packet.fields[f"rows.{name}"]
+            row[: len(sent)] = sent
+        return StepRows(*self._rows[:, : packet.num_rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +56,6 @@ class StepRows:
     width: Ints
     bound: Ints
     samples: Ints
-
-
-_ROW_NAMES = ("slot", "generation", "start", "width", "bound", "samples")
 
 
 @dataclass(frozen=True, slots=True)

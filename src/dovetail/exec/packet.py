@@ -2,12 +2,14 @@
 
 Owns its layout: a static schema of tables of int32-wide columns, each table at a 16-byte aligned
 offset and its columns one after the other, and a header that holds scalars and each table's offset
-and length: 0 and 0 of a table that has nothing. Only the used prefix is sent. Written in place with
+and length: 0 and 0 of a table that has nothing. Each column of the rows is a table of its own, left
+out if it is that of the step before. Only the used prefix is sent. Written in place with
 numpy, in as few calls as there are tables: once a step, each finds its code and data gone from the
 processor's caches. No tensors here.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct
 
@@ -16,13 +18,13 @@ from numpy.typing import NDArray
 
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
-from dovetail.sched.plan import MAX_BIASES, SlotWrites, StepPlan, TokenWrites
+from dovetail.sched.plan import MAX_BIASES, Rows, SlotWrites, StepPlan, TokenWrites
 
 Words = NDArray[np.int32]
 
-SCALARS = ("num_rows", "num_tokens", "rows_unchanged", "result")
+SCALARS = ("num_rows", "num_tokens", "result")
 _ALIGN_WORDS = 4
-_ROW_COLUMNS = ("slot", "generation", "start", "width", "bound", "samples")
+ROW_COLUMNS = ("slot", "generation", "start", "width", "bound", "samples")
 _PAGE_COLUMNS = ("group", "slot", "index", "page", "is_fresh")
 _SLOT_COLUMNS = tuple(item.name for item in dataclasses.fields(SlotWrites) if item.name != "seed")
 _TOKEN_COLUMNS = tuple(item.name for item in dataclasses.fields(TokenWrites))
@@ -75,7 +77,7 @@ def packet_schema(config: EngineConfig) -> PacketSchema:
     rows, pages = config.max_running, config.max_pages_per_sequence + config.max_running
     return PacketSchema(
         (
-            Table("rows", _ROW_COLUMNS, rows),
+            *(Table(f"rows.{name}", (), rows) for name in ROW_COLUMNS),
             Table("token_ids", (), config.max_step_tokens),
             Table("pages", _PAGE_COLUMNS, pages),
             Table("slots", _SLOT_COLUMNS, rows),
@@ -87,12 +89,15 @@ def packet_schema(config: EngineConfig) -> PacketSchema:
 
 
 class PacketWriter:
-    """Writes plans. Remembers the last rows: a steady decode step sends a header alone."""
+    """Writes plans. Remembers the last rows: a steady decode step sends a header alone.
+
+    Arrays of a plan are frozen, so those that are the last step's have the last step's values.
+    """
 
     def __init__(self, schema: PacketSchema) -> None:
         self._tables = schema.tables
         self._begin = schema.header_words
-        self._last_rows: bytes | None = None
+        self._last_rows: Rows | None = None
         self._header = Struct(f"{len(SCALARS) + 2 * len(schema.tables)}i")
 
     def write(self, plan: StepPlan, words: Words, *, result: int) -> int:
@@ -106,16 +111,9 @@ class PacketWriter:
         Raises:
             InvariantError: the plan is larger than the configuration allows.
         """
-        rows, header = plan.rows, [len(plan.rows), plan.num_tokens, 0, result]
-        columns = (rows.slot, rows.generation, rows.start, rows.width, rows.bound, rows.samples)
-        end = self._put(words, self._begin, columns, header)
-        sent = words[self._begin : self._begin + len(columns) * len(rows)].tobytes()
-        # Decode rows may repeat the last step's; prefill rows move, so they never do.
-        if sent == self._last_rows:
-            header[2], header[len(SCALARS) :] = 1, (0, 0)
-            end = self._begin
-        self._last_rows = sent
+        header, end = [len(plan.rows), plan.num_tokens, result], self._begin
         for columns in (
+            *self._changed_rows(plan.rows),
             (plan.token_ids,),
             _page_columns(plan) if len(plan.page_writes) else (),
             _slot_columns(plan) if len(plan.slot_writes) else (),
@@ -126,6 +124,15 @@ class PacketWriter:
             end = self._put(words, end, columns, header)
         self._header.pack_into(words.data, 0, *header)
         return end
+
+    def _changed_rows(self, rows: Rows) -> Iterator[tuple[Words, ...]]:
+        """Yield each column of the rows, or nothing in its place if the device has it."""
+        last = self._last_rows
+        for name in ROW_COLUMNS:
+            column = getattr(rows, name)
+            yield () if last is not None and getattr(last, name) is column else (column,)
+        if len(rows):  # read-outs alone leave what the device has
+            self._last_rows = rows
 
     def _put(self, words: Words, begin: int, columns: tuple[Words, ...], header: list[int]) -> int:
         """Write the next table at ``begin``, note it in the header, and return where it ends."""
@@ -140,7 +147,10 @@ class PacketWriter:
             )
         header += (begin, length)
         end = begin + len(columns) * length
-        np.concatenate(columns, out=words[begin:end])
+        if len(columns) == 1:
+            words[begin:end] = columns[0]
+        else:
+            np.concatenate(columns, out=words[begin:end])
         return _aligned(end)
 
 
@@ -163,14 +173,13 @@ class PacketView:
 
     Attributes:
         num_rows, num_tokens: of the step.
-        rows_unchanged: the rows are those of the step before; none are sent.
         result: index of the block in which the step leaves its result.
-        fields: ``table.column`` or ``table`` -> int32 view of the block.
+        fields: ``table.column`` or ``table`` -> int32 view of the block; a column of rows that is
+            empty is that of the step before.
     """
 
     num_rows: int
     num_tokens: int
-    rows_unchanged: bool
     result: int
     fields: dict[str, Words]
 
@@ -187,7 +196,8 @@ def read_packet(schema: PacketSchema, words: Words) -> PacketView:
             offset += length
         if not table.columns:
             fields[table.name] = words[offset : offset + length]
-    return PacketView(header[0], header[1], bool(header[2]), header[3], fields)
+    num_rows, num_tokens, result = header[: len(SCALARS)]
+    return PacketView(num_rows, num_tokens, result, fields)
 
 
 def _aligned(num_words: int) -> int:

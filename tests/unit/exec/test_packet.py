@@ -1,5 +1,7 @@
 """Whatever plan is written into a packet is what the device reads, field by field."""
 
+import dataclasses
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -105,8 +107,8 @@ def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
 
 @given(st.lists(plans(), min_size=1, max_size=4))
 def test_a_plan_is_read_as_it_was_written(written):
-    writer, known_rows = PacketWriter(SCHEMA), None
-    for result, plan in enumerate(written):
+    writer, known = PacketWriter(SCHEMA), {}
+    for result, plan in enumerate(plan for plan in written for _ in range(2)):
         words = block()
         num_words = writer.write(plan, words, result=result)
         words[num_words:] = 0x0BADBEEF  # what is not sent cannot be read
@@ -122,11 +124,11 @@ def test_a_plan_is_read_as_it_was_written(written):
         for name in TOKEN_FIELDS:
             assert same_bits(packet.fields[f"tokens.{name}"], getattr(plan.token_writes, name))
         assert same_bits(packet.fields["targets"], plan.targets)
-        if not packet.rows_unchanged:
-            known_rows = {name: packet.fields[f"rows.{name}"] for name in ROW_FIELDS}
-        assert known_rows is not None
         for name in ROW_FIELDS:
-            assert same_bits(known_rows[name], getattr(plan.rows, name))
+            if len(packet.fields[f"rows.{name}"]):
+                known[name] = packet.fields[f"rows.{name}"]
+            if len(plan.rows):
+                assert same_bits(known[name], getattr(plan.rows, name))
 
 
 @given(plans())
@@ -155,22 +157,42 @@ def test_tables_are_aligned_and_columns_do_not_overlap(plan):
     assert ends[-1] <= 4 * num_words <= SCHEMA.num_bytes
 
 
-def test_a_steady_decode_step_sends_its_header_alone():
-    writer = PacketWriter(SCHEMA)
-    assert writer.write(decode_plan(), block(), result=0) > SCHEMA.header_words
+def sent_columns(writer: PacketWriter, plan: StepPlan) -> set[str]:
+    """Write a plan, and return which columns of its rows are in the packet."""
     words = block()
-    assert writer.write(decode_plan(), words, result=0) == SCHEMA.header_words
+    writer.write(plan, words, result=0)
+    fields = read_packet(SCHEMA, words).fields
+    return {name for name in ROW_FIELDS if len(fields[f"rows.{name}"])}
+
+
+def test_a_steady_decode_step_sends_its_header_alone():
+    writer, plan, words = PacketWriter(SCHEMA), decode_plan(), block()
+    assert writer.write(plan, block(), result=0) > SCHEMA.header_words
+    assert writer.write(plan, words, result=0) == SCHEMA.header_words
     packet = read_packet(SCHEMA, words)
-    assert packet.rows_unchanged and packet.num_rows == 3
+    assert packet.num_rows == packet.num_tokens == 3
     assert not any(len(field) for field in packet.fields.values())
 
 
-def test_a_changed_row_is_sent_and_so_is_one_that_changes_back():
-    writer = PacketWriter(SCHEMA)
-    for num_rows in (3, 2, 3):
-        words = block()
-        writer.write(decode_plan(num_rows), words, result=0)
-        assert not read_packet(SCHEMA, words).rows_unchanged
+def test_rows_that_got_pages_send_their_new_bounds_alone():
+    writer, plan = PacketWriter(SCHEMA), decode_plan()
+    assert sent_columns(writer, plan) == set(ROW_FIELDS)
+    rows = dataclasses.replace(plan.rows, bound=plan.rows.bound + 4)
+    assert sent_columns(writer, dataclasses.replace(plan, rows=rows)) == {"bound"}
+    assert sent_columns(writer, plan) == {"bound"}
+
+
+def test_read_outs_alone_leave_the_rows_that_the_device_has():
+    writer, plan = PacketWriter(SCHEMA), decode_plan()
+    assert sent_columns(writer, plan) == set(ROW_FIELDS)
+    assert sent_columns(writer, decode_plan(0)) == set()
+    assert sent_columns(writer, plan) == set()
+
+
+def test_other_rows_are_sent_and_so_are_those_that_come_back():
+    writer, plan = PacketWriter(SCHEMA), decode_plan(3)
+    for each in (plan, decode_plan(2), plan):
+        assert sent_columns(writer, each) == set(ROW_FIELDS)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def _pack_kernel(
     """One row. A row whose hidden states are not finite says so, even if it samples nothing."""
     row = tl.program_id(0)
     is_real = row < tl.load(packet_ptr)
-    result_ptr = results_ptr + tl.load(packet_ptr + 3) * block_stride
+    result_ptr = results_ptr + tl.load(packet_ptr + 2) * block_stride
     width = tl.load(rows_ptr + 3 * stride + row, mask=is_real, other=0)
     samples = tl.load(rows_ptr + 5 * stride + row, mask=is_real, other=0) > 0
     is_broken = tl.load(row_status_ptr + row, mask=is_real, other=0) == _BROKEN

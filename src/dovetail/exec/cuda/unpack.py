@@ -17,7 +17,7 @@ from torch import Tensor
 from dovetail.errors import InvariantError
 from dovetail.exec.cuda.step import WORD_COLUMNS, SlotTensors, StepShape, StepTensors
 from dovetail.exec.kv import KVStore
-from dovetail.exec.packet import PacketSchema
+from dovetail.exec.packet import ROW_COLUMNS, PacketSchema
 from dovetail.exec.readback import BROKEN_ROW
 from dovetail.kernels.triton.jit import jit
 from dovetail.kernels.triton.tiles import ceil_div, power_of_two
@@ -125,9 +125,9 @@ def _row_column(
     packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS: tl.constexpr, INDEX: tl.constexpr
 ):  # fmt: skip
     """Return a column of the rows: of the packet, or kept from the step before."""
-    is_real, is_kept = row < num_rows, tl.load(packet_ptr + 2) != 0
+    is_real, is_kept = row < num_rows, tl.load(packet_ptr + ROWS + 2 * INDEX + 1) == 0
     kept = rows_ptr + INDEX * rows_stride + row
-    sent = _column(packet_ptr, ROWS, INDEX) + row
+    sent = _column(packet_ptr, ROWS + 2 * INDEX, 0) + row
     value = tl.load(sent, mask=is_real & (is_kept == 0), other=0)
     value += tl.load(kept, mask=is_real & is_kept, other=0)
     tl.store(kept, value, mask=is_real)
@@ -332,7 +332,7 @@ class Unpacker:
             at.num_decode, at.begin_R, at.first_R, at.first_tile_R, at.end_R, at.last_R,
             at.status_R,
             at.temperature_R, at.seed_R, at.sample_index_R, at.decode_R4, at.tiles_N4,
-            stride, padded.num_decode, padded.num_tiles, ROWS=self.heads["rows"],
+            stride, padded.num_decode, padded.num_tiles, ROWS=self.heads[f"rows.{ROW_COLUMNS[0]}"],
             TILE_TOKENS=self.tile_tokens, BLOCK=power_of_two(at.rows_6R.shape[1] + 1),
         )  # fmt: skip
         table = slots.page_table_SB
