@@ -9,7 +9,6 @@ processor's caches. No tensors here.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct
 
@@ -21,10 +20,13 @@ from dovetail.errors import InvariantError
 from dovetail.sched.plan import MAX_BIASES, Rows, SlotWrites, StepPlan, TokenWrites
 
 Words = NDArray[np.int32]
+Tables = list[tuple[str, tuple[Words, ...]]]
+"""Names of tables, and their columns."""
 
 SCALARS = ("num_rows", "num_tokens", "result")
 _ALIGN_WORDS = 4
 ROW_COLUMNS = ("slot", "generation", "start", "width", "bound", "samples")
+_ROW_TABLES = tuple((f"rows.{name}", name) for name in ROW_COLUMNS)
 _PAGE_COLUMNS = ("group", "slot", "index", "page", "is_fresh")
 _SLOT_COLUMNS = tuple(item.name for item in dataclasses.fields(SlotWrites) if item.name != "seed")
 _TOKEN_COLUMNS = tuple(item.name for item in dataclasses.fields(TokenWrites))
@@ -77,7 +79,7 @@ def packet_schema(config: EngineConfig) -> PacketSchema:
     rows, pages = config.max_running, config.max_pages_per_sequence + config.max_running
     return PacketSchema(
         (
-            *(Table(f"rows.{name}", (), rows) for name in ROW_COLUMNS),
+            *(Table(table, (), rows) for table, _ in _ROW_TABLES),
             Table("token_ids", (), config.max_step_tokens),
             Table("pages", _PAGE_COLUMNS, pages),
             Table("slots", _SLOT_COLUMNS, rows),
@@ -95,10 +97,12 @@ class PacketWriter:
     """
 
     def __init__(self, schema: PacketSchema) -> None:
-        self._tables = schema.tables
         self._begin = schema.header_words
+        self._tables = {table.name: table for table in schema.tables}
+        self._heads = schema.heads
+        self._empty = [0] * (2 * len(schema.tables))
+        self._header = Struct(f"{len(SCALARS) + len(self._empty)}i")
         self._last_rows: Rows | None = None
-        self._header = Struct(f"{len(SCALARS) + 2 * len(schema.tables)}i")
 
     def write(self, plan: StepPlan, words: Words, *, result: int) -> int:
         """Write ``plan`` into ``words`` and return the number of words used.
@@ -111,47 +115,51 @@ class PacketWriter:
         Raises:
             InvariantError: the plan is larger than the configuration allows.
         """
-        header, end = [len(plan.rows), plan.num_tokens, result], self._begin
-        for columns in (
-            *self._changed_rows(plan.rows),
-            (plan.token_ids,),
-            _page_columns(plan) if len(plan.page_writes) else (),
-            _slot_columns(plan) if len(plan.slot_writes) else (),
-            (plan.slot_writes.seed.view(np.int32),) if len(plan.slot_writes) else (),
-            _token_columns(plan) if len(plan.token_writes) else (),
-            (plan.targets,),
-        ):
-            end = self._put(words, end, columns, header)
+        header = [len(plan.rows), plan.num_tokens, result, *self._empty]
+        begin = self._begin
+        for name, columns in (*self._changed_rows(plan.rows), *_changes(plan)):
+            length, most = len(columns[0]), self._tables[name].max_len
+            if length > most:
+                raise InvariantError(f"a plan has {length} words of {name}; at most {most} fit")
+            end = begin + len(columns) * length
+            if len(columns) == 1:
+                words[begin:end] = columns[0]
+            else:
+                np.concatenate(columns, out=words[begin:end])
+            head = self._heads[name]
+            header[head], header[head + 1] = begin, length
+            begin = _aligned(end)
         self._header.pack_into(words.data, 0, *header)
-        return end
+        return begin
 
-    def _changed_rows(self, rows: Rows) -> Iterator[tuple[Words, ...]]:
-        """Yield each column of the rows, or nothing in its place if the device has it."""
+    def _changed_rows(self, rows: Rows) -> Tables:
+        """Return the columns that the device does not have from the step before."""
         last = self._last_rows
-        for name in ROW_COLUMNS:
-            column = getattr(rows, name)
-            yield () if last is not None and getattr(last, name) is column else (column,)
-        if len(rows):  # read-outs alone leave what the device has
-            self._last_rows = rows
+        if rows is last or not len(rows):  # read-outs alone leave what the device has
+            return []
+        self._last_rows = rows
+        return [
+            (table, (column,))
+            for table, name in _ROW_TABLES
+            if (column := getattr(rows, name)) is not getattr(last, name, None)
+        ]
 
-    def _put(self, words: Words, begin: int, columns: tuple[Words, ...], header: list[int]) -> int:
-        """Write the next table at ``begin``, note it in the header, and return where it ends."""
-        length = len(columns[0]) if columns else 0
-        if not length:
-            header += (0, 0)
-            return begin
-        table = self._tables[(len(header) - len(SCALARS)) // 2]
-        if length > table.max_len:
-            raise InvariantError(
-                f"a plan has {length} words of {table.name}; at most {table.max_len} fit"
-            )
-        header += (begin, length)
-        end = begin + len(columns) * length
-        if len(columns) == 1:
-            words[begin:end] = columns[0]
-        else:
-            np.concatenate(columns, out=words[begin:end])
-        return _aligned(end)
+
+def _changes(plan: StepPlan) -> Tables:
+    """Return the tables that a plan has something of, rows apart."""
+    tables: Tables = []
+    if len(plan.token_ids):
+        tables.append(("token_ids", (plan.token_ids,)))
+    if len(plan.page_writes):
+        tables.append(("pages", _page_columns(plan)))
+    if len(plan.slot_writes):
+        tables.append(("slots", _slot_columns(plan)))
+        tables.append(("seeds", (plan.slot_writes.seed.view(np.int32),)))
+    if len(plan.token_writes):
+        tables.append(("tokens", _token_columns(plan)))
+    if len(plan.targets):
+        tables.append(("targets", (plan.targets,)))
+    return tables
 
 
 def _page_columns(plan: StepPlan) -> tuple[Words, ...]:
