@@ -46,7 +46,7 @@ def test_host_blocks_have_their_exact_size_and_copies_do_not_wait(device: CudaDe
     device.compute.submit(lambda: torch.cuda._sleep(400_000_000))
     device.compute.submit(lambda: target.copy_(block, non_blocking=True))
     copied = device.compute.record()
-    assert not copied.point.query()  # the sleep is not over, and nobody waited for it
+    assert not copied.has_happened  # the sleep is not over, and nobody waited for it
     copied.wait()
     assert target.eq(7).all()
 
@@ -70,7 +70,7 @@ def test_blocks_are_copied_at_once_in_order_on_any_thread(device: CudaDevice) ->
         thread = Thread(target=work)
         thread.start()
         thread.join()
-    assert not sent[0].point.query()  # the sleep is not over, and nobody waited for it
+    assert not sent[0].has_happened  # the sleep is not over, and nobody waited for it
     device.copy.wait(sent[0])
     device.copy.download(target, back, 5, 1_000_000)
     device.copy.record().wait()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import DeviceError, InvariantError
-from dovetail.exec.cuda.copies import DriverCopies, driver_copies
+from dovetail.exec.cuda.calls import DriverCalls, driver_calls
 from dovetail.exec.cuda.driver import tagged_memory
 from dovetail.exec.device import WAIT_SECONDS, Event, Lane
 from dovetail.exec.memory import TaggedMemory
@@ -24,38 +24,56 @@ _FAULTS = (torch.AcceleratorError, torch.OutOfMemoryError)
 
 
 class CudaEvent:
-    """A point in a stream."""
+    """A point in a stream.
 
-    def __init__(self, stream: torch.cuda.Stream, name: str) -> None:
-        self.point = torch.cuda.Event()
-        self.point.record(stream)
+    Args:
+        calls: to the GPU.
+        handle: the driver's event, recorded.
+        free: where that goes when nobody asks for the point any more.
+        name: of the lane.
+    """
+
+    def __init__(self, calls: DriverCalls, handle: int, free: list[int], name: str) -> None:
+        self._calls = calls
+        self.handle = handle
+        self._free = free
         self._name = name
+
+    def __del__(self) -> None:
+        self._free.append(self.handle)
+
+    @property
+    def has_happened(self) -> bool:
+        """Whether the GPU has come to the point.
+
+        Raises:
+            DeviceError: it failed before.
+        """
+        return self._calls.has_happened(self.handle)
 
     def wait(self) -> None:
         """Block until the point is reached; other threads of Python go on.
 
         Asks again and again: CUDA's own wait has no limit of time.
         """
-        try:
-            if self.point.query():
-                return
-            deadline = time.monotonic() + WAIT_SECONDS
-            while not self.point.query():
-                if time.monotonic() > deadline:
-                    raise DeviceError(f"lane {self._name} did nothing for {WAIT_SECONDS:g} s")
-                time.sleep(0)
-        except _FAULTS as error:
-            raise DeviceError(f"work before a point of lane {self._name} failed") from error
+        if self.has_happened:
+            return
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not self.has_happened:
+            if time.monotonic() > deadline:
+                raise DeviceError(f"lane {self._name} did nothing for {WAIT_SECONDS:g} s")
+            time.sleep(0)
 
 
 class CudaLane:
     """A stream. A fault of the GPU is raised at the submission or the wait that meets it."""
 
-    def __init__(self, name: str, device: torch.device, copies: DriverCopies) -> None:
+    def __init__(self, name: str, device: torch.device, calls: DriverCalls) -> None:
         self.name = name
         self.stream = torch.cuda.Stream(device)
         self._handle = self.stream.cuda_stream
-        self._copies = copies
+        self._calls = calls
+        self._free_events: list[int] = []
 
     def submit(
         self,
@@ -81,7 +99,7 @@ class CudaLane:
         Raises:
             DeviceError: the GPU failed.
         """
-        self._copies.upload(host.data_ptr(), device.data_ptr(), num_bytes, self._handle)
+        self._calls.upload(host.data_ptr(), device.data_ptr(), num_bytes, self._handle)
 
     def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
         """See ``Lane``. To memory that is not pinned the thread waits for the copy.
@@ -90,17 +108,25 @@ class CudaLane:
             DeviceError: the GPU failed.
         """
         source, target = device.data_ptr() + begin, host.data_ptr() + begin
-        self._copies.download(source, target, end - begin, self._handle)
+        self._calls.download(source, target, end - begin, self._handle)
 
     def record(self) -> Event:
         """Return the present end of the stream."""
-        return CudaEvent(self.stream, self.name)
+        handle = self._free_events.pop() if self._free_events else self._calls.new_event()
+        self._calls.record(handle, self._handle)
+        return CudaEvent(self._calls, handle, self._free_events, self.name)
 
     def wait(self, event: Event) -> None:
         """Let the stream wait for another one's event."""
         if not isinstance(event, CudaEvent):
             raise InvariantError("a CUDA lane can wait for events of CUDA lanes only")
-        self.stream.wait_event(event.point)
+        self._calls.wait(self._handle, event.handle)
+
+    def close(self) -> None:
+        """Let all work end."""
+        self.record().wait()
+        while self._free_events:
+            self._calls.destroy_event(self._free_events.pop())
 
 
 class CudaDevice:
@@ -113,10 +139,10 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
-        copies = driver_copies(self.torch_device)
+        calls = driver_calls(self.torch_device)
         lanes = (
-            CudaLane("compute", self.torch_device, copies),
-            CudaLane("copy", self.torch_device, copies),
+            CudaLane("compute", self.torch_device, calls),
+            CudaLane("copy", self.torch_device, calls),
         )
         # PyTorch hands out streams of a pool in turn, so two of them may be the same one.
         if lanes[0].stream.cuda_stream == lanes[1].stream.cuda_stream:
@@ -171,7 +197,7 @@ class CudaDevice:
     def close(self) -> None:
         """Let both lanes end, then give the host's memory back."""
         for lane in self._lanes:
-            lane.record().wait()
+            lane.close()
         self._unpin()
 
 

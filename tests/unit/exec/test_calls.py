@@ -1,4 +1,4 @@
-"""Copies through the CUDA driver: which way, how much, and what is done about its answers."""
+"""Calls to the CUDA driver: which way copies go, and what is done about its answers."""
 
 import ctypes
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dovetail.errors import DeviceError
-from dovetail.exec.cuda.copies import NO_CONTEXT, DriverCopies
+from dovetail.exec.cuda.calls import NO_CONTEXT, NOT_READY, DriverCalls
 
 CONTEXT, STREAM, FAILED = 77, 5, 700
 
@@ -33,6 +33,12 @@ class Driver(SimpleNamespace):
         def name_of(code, name):
             name._obj.value = b"CUDA_ERROR_%d" % code
 
+        def query(event):
+            return self.code if self.has_context else NO_CONTEXT
+
+        self.cuEventQuery = query
+        for name in ("cuEventCreate", "cuEventDestroy_v2", "cuEventRecord", "cuStreamWaitEvent"):
+            setattr(self, name, lambda *args: self.code)
         self.cuMemcpyHtoDAsync_v2 = lambda *args: copy(*args)
         self.cuMemcpyDtoHAsync_v2 = lambda *args: copy(*args)
         self.cuCtxSetCurrent, self.cuGetErrorName = set_current, name_of
@@ -41,21 +47,30 @@ class Driver(SimpleNamespace):
 @pytest.mark.parametrize("has_context", [True, False])
 def test_bytes_go_to_where_they_should_on_any_thread(has_context):
     driver = Driver(has_context=has_context)
-    copies = DriverCopies(driver, CONTEXT)
+    calls = DriverCalls(driver, CONTEXT)
     host, device = np.arange(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
-    copies.upload(host.ctypes.data, device.ctypes.data, 5, STREAM)
+    calls.upload(host.ctypes.data, device.ctypes.data, 5, STREAM)
     assert device.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
     device[:] = 9
-    copies.download(device.ctypes.data + 6, host.ctypes.data + 6, 2, STREAM)
+    calls.download(device.ctypes.data + 6, host.ctypes.data + 6, 2, STREAM)
     assert host.tolist() == [0, 1, 2, 3, 4, 5, 9, 9]
     assert driver.calls == [(5, STREAM), (2, STREAM)]
 
 
 def test_a_failure_is_an_error_that_names_it():
     block = np.zeros(8, dtype=np.uint8).ctypes.data
-    copies = DriverCopies(Driver(code=FAILED), CONTEXT)
+    calls = DriverCalls(Driver(code=FAILED), CONTEXT)
     with pytest.raises(DeviceError, match="CUDA_ERROR_700"):
-        copies.upload(block, block, 4, STREAM)
-    copies = DriverCopies(Driver(code=NO_CONTEXT), CONTEXT)  # it had one, and still
+        calls.upload(block, block, 4, STREAM)
+    calls = DriverCalls(Driver(code=NO_CONTEXT), CONTEXT)  # it had one, and still
     with pytest.raises(DeviceError, match="CUDA_ERROR_201"):
-        copies.download(block, block, 4, STREAM)
+        calls.download(block, block, 4, STREAM)
+
+
+@pytest.mark.parametrize("has_context", [True, False])
+def test_an_event_has_happened_has_not_or_never_will(has_context):
+    for code, happened in ((0, True), (NOT_READY, False)):
+        driver = Driver(code=code, has_context=has_context)
+        assert DriverCalls(driver, CONTEXT).has_happened(3) is happened
+    with pytest.raises(DeviceError, match="CUDA_ERROR_700"):
+        DriverCalls(Driver(code=FAILED, has_context=has_context), CONTEXT).has_happened(3)
