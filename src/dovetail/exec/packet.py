@@ -196,9 +196,8 @@ def read_packet(schema: PacketSchema, words: Words) -> PacketView:
     """Return views of the packet that lies in ``words``."""
     header = words[: len(SCALARS) + 2 * len(schema.tables)].tolist()
     fields: dict[str, Words] = {}
-    for table in schema.tables:
-        head = schema.heads[table.name]
-        offset, length = header[head : head + 2]
+    spans = zip(header[len(SCALARS) :: 2], header[len(SCALARS) + 1 :: 2], strict=True)
+    for table, (offset, length) in zip(schema.tables, spans, strict=True):
         for column in table.columns:
             fields[f"{table.name}.{column}"] = words[offset : offset + length]
             offset += length
