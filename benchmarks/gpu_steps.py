@@ -148,7 +148,7 @@ def host_times(engine: SteppedEngine, num_steps: int = STEADY) -> dict[str, floa
             (CudaLane, "upload", "packet: copy"),
             (runner, "run", "run"),
             (runner._tenants, "check", "run: handles"),
-            (runner._tenants, "shaping", "run: look at rows"),
+            (runner._tenants, "are_shaped", "run: look at rows"),
             (runner._graphs, "replay", "run: replay"),
             (CudaLane, "record", "an event recorded"),
             (CudaLane, "wait", "an event waited for"),
