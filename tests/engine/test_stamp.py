@@ -14,6 +14,7 @@ from dovetail.exec.device import CpuDevice
 from dovetail.exec.executor import Executor
 from dovetail.exec.pending import PendingStep
 from dovetail.exec.runner import StepRunner
+from dovetail.sched import progress
 from dovetail.sched.plan import StepPlan
 from dovetail.sched.sequence import Sequence
 from dovetail.wire.request import LogprobParams
@@ -38,6 +39,7 @@ class Stamped(Stepper):
         )
         self.loop.executor = self
         self.num_plans = 0
+        self.look_every = 1
         self._seen: dict[Sequence, dict[str, list]] = {}
 
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -50,6 +52,8 @@ class Stamped(Stepper):
     def step(self) -> None:
         super().step()
         for sequence in self.scheduler._open.sequences():
+            if self.num_steps % self.look_every:
+                continue  # a look at a record lets it take what waits
             check_append_only(sequence, self._seen.setdefault(sequence, {}))
 
 
@@ -123,6 +127,59 @@ def test_stamps_are_of_the_forwards_that_drew():
     assert output.usage.completion_tokens == 5 and engine.num_plans == 6
 
 
+@pytest.mark.parametrize("retract_every", [0, 5])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_tokens_that_wait_are_of_the_forwards_that_drew(depth, retract_every, monkeypatch):
+    """Nobody looks at a record before its end, and a few tokens at a time wait for each."""
+    monkeypatch.setattr(progress, "MOST_NEW", 4)
+    engine = Stamped(
+        depth=depth, page_size=4, num_pages=60, chunk_size=9, max_running=6, prefix_cache=False
+    )
+    engine.look_every = 1000
+    prompts = [list(range(3, 4 + i)) for i in range(9)]
+    for i, prompt in enumerate(prompts):
+        engine.add(
+            prompt, max_new_tokens=20 + 3 * i, ignore_eos=True, temperature=0.0, is_streamed=i > 3
+        )
+    seen: dict[int, list[int]] = {}  # the forwards that drew for each request
+    submit = engine.executor.submit
+
+    def note(plan: StepPlan) -> PendingStep:
+        for slot, generation, samples in zip(
+            *(getattr(plan.rows, name).tolist() for name in ("slot", "generation", "samples")),
+            strict=True,
+        ):
+            if samples:
+                request_id = engine.scheduler._slots.tenant(slot, generation).request.request_id
+                seen.setdefault(request_id, []).append(engine.num_plans + 1)
+        return submit(plan)
+
+    engine.executor.submit = note
+
+    def retract(step: int) -> None:
+        if retract_every and step % retract_every == 0 and step < 60:
+            engine.scheduler.retract_last()
+
+    engine.on_step = retract
+    for request_id, output in engine.run().items():
+        count = 20 + 3 * request_id
+        start = len(prompts[request_id]) - 1
+        assert output.token_ids == [after(start + i) for i in range(count)]
+        assert [stamp_of(x) for x in output.logprobs] == seen[request_id]
+
+
+def test_tokens_that_wait_and_are_lost_are_noticed(monkeypatch):
+    original = Sequence.forget_memory
+
+    def forget_memory(self):
+        self._progress._num_new[self.slot] = 0
+        original(self)
+
+    monkeypatch.setattr(Sequence, "forget_memory", forget_memory)
+    with pytest.raises(AssertionError):
+        test_tokens_that_wait_are_of_the_forwards_that_drew(0, 5, monkeypatch)
+
+
 def keep_and_recompute(original):
     """A retraction that throws the newest tokens away, to draw them again."""
 
@@ -132,7 +189,6 @@ def keep_and_recompute(original):
         for column in (record.token_ids, record.logprobs, record.epochs, record.scores):
             del column[self.num_emitted - 1 :]
         del self.known_ids[self.prompt_len + len(record) :]
-        self.samples_left = self.request.max_new_tokens - len(record)
         self.num_emitted = len(record)
 
     return forget_memory

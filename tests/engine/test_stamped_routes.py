@@ -240,6 +240,7 @@ def shift_layers(monkeypatch) -> None:
 def release_before_the_gather(monkeypatch) -> None:
     """Pages are given up when the end is decided, and read after that."""
     original, release = Scheduler._decide_finish, KVLedger.release
+    publish = KVLedger.publish
 
     def decide(self, sequence, reason):
         holding = sequence.holding
@@ -252,8 +253,13 @@ def release_before_the_gather(monkeypatch) -> None:
         if holding.tables:
             release(self, holding)
 
+    def publish_held(self, holding, *args):
+        if holding.tables:
+            publish(self, holding, *args)
+
     monkeypatch.setattr(Scheduler, "_decide_finish", decide)
     monkeypatch.setattr(KVLedger, "release", release_once)
+    monkeypatch.setattr(KVLedger, "publish", publish_held)
 
 
 def read_rows_of_the_forward_before(monkeypatch) -> None:

@@ -29,6 +29,7 @@ from dovetail.sched.plan import StepPlan, StepResult
 from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence, SequenceState
 from dovetail.sched.slots import SlotTable
+from dovetail.wire.result import TokenEvent
 
 Mutation = Callable[[MonkeyPatch], None]
 
@@ -253,11 +254,25 @@ def stale_handle_accepted(patch: MonkeyPatch) -> None:
     def any_tenant(self: SlotTable, slot: int, generation: int) -> Sequence:
         return self._tenants[slot] or last[self][slot]
 
+    inflight = Sequence.num_inflight
+    count = inflight.__get__
+
+    def count_if_there(self: Sequence, number: int) -> None:
+        if self.slot >= 0:
+            inflight.__set__(self, number)
+
     before(patch, SlotTable, "release", remember)
     patch.setattr(SlotTable, "tenant", any_tenant)
+    patch.setattr(Sequence, "num_inflight", property(count, count_if_there))
     patch.setattr(batch, "check_handles", lambda *args: None)
     patch.setattr(runner, "check_handles", lambda *args: None)
     released_in_flight(patch)
+    settle = Scheduler._settle
+
+    def settle_once(self: Scheduler, sequence: Sequence) -> list[TokenEvent]:
+        return settle(self, sequence) if sequence in self._leaving else []
+
+    patch.setattr(Scheduler, "_settle", settle_once)
 
 
 def tenant_not_sent(patch: MonkeyPatch) -> None:
@@ -287,12 +302,24 @@ def pages_released_in_flight(patch: MonkeyPatch) -> None:
         if holding is not None and sequence.num_inflight and not sequence.needs_readout:
             release(self._ledger, holding)
 
-    def release_once(self: KVLedger, holding: Holding) -> None:
+    after(patch, Scheduler, "_decide_finish", release_pages)
+    _let_go_once(patch)
+
+
+def _let_go_once(patch: MonkeyPatch) -> None:
+    """Let the ledger pass over what is said of a holding that it has released."""
+    release, publish = KVLedger.release, KVLedger.publish
+
+    def release_held(self: KVLedger, holding: Holding) -> None:
         if holding.tables:
             release(self, holding)
 
-    after(patch, Scheduler, "_decide_finish", release_pages)
-    patch.setattr(KVLedger, "release", release_once)
+    def publish_held(self: KVLedger, holding: Holding, *args: Any) -> None:
+        if holding.tables:
+            publish(self, holding, *args)
+
+    patch.setattr(KVLedger, "release", release_held)
+    patch.setattr(KVLedger, "publish", publish_held)
 
 
 def pages_released_before_the_gather(patch: MonkeyPatch) -> None:
@@ -303,12 +330,8 @@ def pages_released_before_the_gather(patch: MonkeyPatch) -> None:
         if sequence.holding is not None and sequence.needs_readout:
             release(self._ledger, sequence.holding)
 
-    def release_once(self: KVLedger, holding: Holding) -> None:
-        if holding.tables:
-            release(self, holding)
-
     after(patch, Scheduler, "_decide_finish", release_pages)
-    patch.setattr(KVLedger, "release", release_once)
+    _let_go_once(patch)
 
 
 # -- what is shared ----------------------------------------------------------------------

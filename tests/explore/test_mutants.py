@@ -26,6 +26,7 @@ JUNK_RESULT = r"ValueError: .* is not a valid RowStatus"
 JUNK_PACKET = r"(ValueError|IndexError): "
 LOST_COUNT = r"AssertionError: $"
 LEFT_TWICE = r"KeyError: <dovetail\.sched\.sequence\.Sequence"
+NO_ROOM = r"InvariantError: \d+ tokens computed in room"
 STALE = r"InvariantError: (a plan names stale slots|slot .* is stale)"
 FREED = r"InvariantError: audit: step .* free"
 SHARED = r"InvariantError: audit: step .* writes shared"
@@ -76,7 +77,7 @@ MUTANTS = [
     Mutant(
         mutants.stale_handle_accepted,
         TOKENS,
-        f"{READOUT}|{LOST_COUNT}|{LEFT_TWICE}|{FOREIGN_ROWS}",
+        f"{READOUT}|{LOST_COUNT}|{LEFT_TWICE}|{NO_ROOM}|{FOREIGN_ROWS}",
         audited=False,
         fixed=OVERLAP | {"max_running": 2},
     ),

@@ -19,7 +19,9 @@ from dovetail.sched import scheduler as scheduler_module
 from dovetail.sched.admission import PrefixHolds
 from dovetail.sched.builder import PlanBuilder
 from dovetail.sched.finish import ABORTED
-from dovetail.sched.plan import FROM_DEVICE
+from dovetail.sched.plan import FROM_DEVICE, ROW_FIELDS
+from dovetail.sched.progress import NEVER, Progress
+from dovetail.sched.running import RunningSequences
 from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence, SequenceState, TokenRecord
 from dovetail.sched.slots import SlotTable
@@ -52,6 +54,7 @@ def jobs(draw: st.DrawFn) -> Job:
         logprobs=draw(scores(len(prompt))),
         group=draw(st.sampled_from([None, None, "a", "b"])),
         priority=draw(st.integers(-1, 1)),
+        is_streamed=draw(st.booleans()),
     )
 
 
@@ -92,6 +95,8 @@ def workloads(draw: st.DrawFn) -> Workload:
         ),
         num_failing=draw(st.sampled_from([0, 0, 3])),
         share=draw(st.sampled_from([None, 0.0])),
+        most_new=draw(st.sampled_from([1, 2, 5, 64])),
+        look_every=draw(st.sampled_from([1, 7, 1000])),
     )
 
 
@@ -178,12 +183,7 @@ def publish_before_commit(original):
 
 
 def forget_what_is_in_flight(original):
-    def plan_decodes(self, builder):
-        for sequence in self._running:
-            sequence.samples_left = sequence.request.max_new_tokens - len(sequence.record)
-        return original(self, builder)
-
-    return plan_decodes
+    return property(lambda self: self.request.max_new_tokens - self.num_generated)
 
 
 def requeue_nowhere(original):
@@ -195,17 +195,7 @@ def requeue_nowhere(original):
 
 
 def retract_the_oldest(original):
-    def retract(self):
-        self._running, kept = type(self._running)(), self._running
-        for first in kept.first(1):
-            self._running.add(first)
-        victim = original(self)
-        if victim is not None:
-            kept.remove(victim)
-        self._running = kept
-        return victim
-
-    return retract
+    return property(lambda self: next(iter(self), None))
 
 
 def keep_pages_at_retraction(original):
@@ -220,8 +210,8 @@ def keep_pages_at_retraction(original):
 def forget_the_record_at_retraction(original):
     def forget_memory(self):
         original(self)
-        self.known_ids = list(self.request.prompt_token_ids)
-        self.record = TokenRecord()
+        self._known_ids = list(self.request.prompt_token_ids)
+        self._record = TokenRecord()
 
     return forget_memory
 
@@ -245,7 +235,7 @@ def tell_only_the_first_pages(original):
 def commit_surplus_rows(original):
     def commit(self, plan, result):
         for sequence in self._leaving:
-            if sequence.state is SequenceState.FINISHING and sequence.pending_samples:
+            if sequence.state is SequenceState.FINISHING and sequence.num_inflight:
                 sequence.append(0, 0.0, 0, None)
         return original(self, plan, result)
 
@@ -370,14 +360,12 @@ def reuse_the_whole_prompt(original):
 
 
 def prefill_first(original):
-    def build(self, **ids):
-        values = self._row_values
-        rows = [values[i : i + 6] for i in range(0, len(values), 6)]
-        rows.sort(key=lambda row: row[2] == FROM_DEVICE)
-        self._row_values = [value for row in rows for value in row]
-        return original(self, **ids)
+    def rows_of(self):
+        rows = original(self)
+        order = np.argsort(rows.start == FROM_DEVICE, kind="stable")
+        return type(rows)(**{name: getattr(rows, name)[order] for name in ROW_FIELDS})
 
-    return build
+    return rows_of
 
 
 def promise_no_room(original):
@@ -397,17 +385,58 @@ def decode_while_leaving(original):
     return retract
 
 
+def look_for_no_end_ids(original):
+    def needs_look(self, *rows):
+        self._num_end_rows = 0
+        return original(self, *rows)
+
+    return needs_look
+
+
+def look_for_no_length(original):
+    def look_when_committed(self):
+        original(self)
+        if self._progress.commit_look_at[self.slot]:
+            self._progress.commit_look_at[self.slot] = NEVER
+
+    return look_when_committed
+
+
+def keep_nothing_up(original):
+    def look_when_committed(self):
+        original(self)
+        self._progress.upkeep_at[self.slot] = NEVER
+
+    return look_when_committed
+
+
+def tell_again_what_waited(original):
+    def catch_up(self):
+        emitted = self.num_emitted
+        original(self)
+        self.num_emitted = emitted
+
+    return catch_up
+
+
+def hand_tokens_to_the_neighbour(original):
+    def commit_one(self, slots, token_ids, logprobs, epoch):
+        return original(self, slots, token_ids[::-1], logprobs, epoch)
+
+    return commit_one
+
+
 MUTANTS = {
     "release at finish, without waiting": wrap(
         Scheduler, "_decide_finish", release_before_the_last_step_retires
     ),
     "sampled tokens in flight are forgotten": wrap(
-        Scheduler, "_plan_decodes", forget_what_is_in_flight
+        Sequence, "samples_left", forget_what_is_in_flight
     ),
     "publish before commit": wrap(Scheduler, "_plan_chunk", publish_before_commit),
     "retract without requeue": wrap(Scheduler, "_requeue", requeue_nowhere),
     "admit beyond the slots": wrap(SlotTable, "num_free", lambda _: property(lambda self: 1)),
-    "retract the oldest": wrap(Scheduler, "retract_last", retract_the_oldest),
+    "retract the oldest": wrap(RunningSequences, "last", retract_the_oldest),
     "a retracted one goes on as if": wrap(Sequence, "start", keep_pages_at_retraction),
     "retraction restarts": wrap(Sequence, "forget_memory", forget_the_record_at_retraction),
     "retraction leaks": wrap(Scheduler, "_requeue", leak_at_retraction),
@@ -434,10 +463,17 @@ MUTANTS = {
     "payload without bound": wrap(PlanBuilder, "max_scored", lambda _: lambda self, s: 10**6),
     "prompt scores come again": wrap(scheduler_module, "news_of", prompt_scores_with_every_event),
     "a hit of the whole prompt": wrap(KVLedger, "open", reuse_the_whole_prompt),
-    "prefill rows first": wrap(PlanBuilder, "build", prefill_first),
+    "prefill rows first": wrap(PlanBuilder, "_rows", prefill_first),
     "no page for the next token": wrap(Scheduler, "_extend", promise_no_room),
     "a retracted sequence runs on": wrap(Scheduler, "retract_last", decode_while_leaving),
     "old pages under new weights": wrap(Scheduler, "begin_epoch", keep_old_pages),
+    "end ids of steady rows are passed over": wrap(Progress, "needs_look", look_for_no_end_ids),
+    "lengths of steady rows are passed over": wrap(
+        Sequence, "look_when_committed", look_for_no_length
+    ),
+    "tokens wait without end": wrap(Sequence, "look_when_committed", keep_nothing_up),
+    "tokens that waited are told again": wrap(Sequence, "catch_up", tell_again_what_waited),
+    "tokens wait for another": wrap(Progress, "commit_one", hand_tokens_to_the_neighbour),
     "nobody is read out for new weights": wrap(Scheduler, "plan_leaving", read_nothing),
 }
 

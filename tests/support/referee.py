@@ -4,9 +4,10 @@ Owns what must come out whatever the schedule was, and what a plan may touch. Th
 ledger are the engine's own; the device is scripted (``tests.support.scripted``). Imports no torch.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from dovetail.core.control import Refit
 from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.pending import PendingStep
 from dovetail.exec.readback import payload_layout
+from dovetail.sched import progress
 from dovetail.sched.plan import FROM_DEVICE, RowStatus, StepPlan
 from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence, SequenceState
@@ -54,6 +56,7 @@ class Job:
     logprobs: LogprobParams = NOTHING_ASKED
     group: str | None = None
     priority: int = 0
+    is_streamed: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Workload:
         group_aborts: (turn, label) of aborts of whole groups.
         num_failing: of 64 draws, how many fail.
         share: what the scheduler believes of output lengths; 0 admits too many. None: its guess.
+        most_new: tokens that may wait before a record takes them.
+        look_every: turns between two looks at the records, which then take what waits.
     """
 
     config: dict
@@ -77,6 +82,8 @@ class Workload:
     group_aborts: frozenset[tuple[int, str]] = frozenset()
     num_failing: int = 0
     share: float | None = None
+    most_new: int = 64
+    look_every: int = 1
 
     def status(self, token_ids: list[int]) -> RowStatus:
         """Some draws fail: how, depends on the tokens before alone."""
@@ -203,7 +210,9 @@ class Referee:
         schema = packet_schema(self.config)
         self._writer = PacketWriter(schema)
         self._words = np.zeros(schema.num_bytes // 4, dtype=np.int32)
-        self.stepper = Stepper(self.config, self, token_bytes=TOKEN_BYTES.__getitem__)
+        with mock.patch.object(progress, "MOST_NEW", workload.most_new):
+            self.stepper = Stepper(self.config, self, token_bytes=TOKEN_BYTES.__getitem__)
+        self._look_every = workload.look_every
         if workload.share is not None:
             self.stepper.scheduler._lengths.share = workload.share
         self._plan = self.stepper.scheduler.plan
@@ -212,6 +221,7 @@ class Referee:
         self._columns: dict[Sequence, dict[str, list]] = defaultdict(dict)
         self._epoch = self.stepper.scheduler.epoch
         self.decided: dict[Sequence, FinishReason] = {}
+        self._num_drawn: Counter[Sequence] = Counter()
 
     def plan(self) -> StepPlan | None:
         """Let the scheduler plan, and see that somebody gets on."""
@@ -227,7 +237,10 @@ class Referee:
         )
         if first is not None and not must_wait:
             is_planned = plan is not None and first.slot in plan.rows.slot
-            sampled = len(first.record) + first.pending_samples
+            flying = (pending.plan.rows for pending in self.stepper.loop.inflight)
+            sampled = first.num_generated + sum(
+                int(rows.samples[rows.slot == first.slot].sum()) for rows in flying
+            )
             could_be = first.is_prefilling or sampled < first.request.max_new_tokens
             assert is_planned or not could_be, "the first in line sits idle"
         return plan
@@ -276,6 +289,12 @@ class Referee:
         assert rows.width[~is_decode].sum() == len(plan.token_ids) <= config.chunk_size
         assert plan.num_tokens <= config.max_step_tokens
         assert (rows.bound <= config.max_pages_per_sequence * config.page_size).all()
+        for slot, generation, samples in zip(
+            rows.slot.tolist(), rows.generation.tolist(), rows.samples.tolist(), strict=True
+        ):
+            sequence = self.stepper.scheduler._slots.tenant(slot, generation)
+            self._num_drawn[sequence] += samples
+            assert self._num_drawn[sequence] <= sequence.request.max_new_tokens, "draws too many"
 
     def check_pages_of_flying_steps(self) -> None:
         """No page is free that a step in flight reads or writes."""
@@ -293,7 +312,8 @@ class Referee:
                 if not seen.get("token_ids"):
                     seen.pop("prompt_scores", None)  # of old weights, and nothing came of them
         for sequence in self.stepper.scheduler._open.sequences():
-            check_append_only(sequence, self._columns[sequence])
+            if self.stepper.num_steps % self._look_every == 0:
+                check_append_only(sequence, self._columns[sequence])
             if sequence.finish is not None:
                 decided = self.decided.setdefault(sequence, sequence.finish)
                 assert sequence.finish is decided, "it ended twice"
@@ -387,6 +407,7 @@ def start_job(stepper: Stepper, job: Job) -> int:
         logprobs=job.logprobs,
         group=job.group,
         priority=job.priority,
+        is_streamed=job.is_streamed,
         **job.sampling,
     )
 

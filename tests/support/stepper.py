@@ -113,6 +113,7 @@ class Stepper:
         logprobs: LogprobParams | None = None,
         group: str | None = None,
         priority: int = 0,
+        is_streamed: bool = True,
         **sampling: object,
     ) -> int:
         """Queue a request and return its id.
@@ -168,6 +169,7 @@ class Stepper:
                     capture=validated_capture(
                         capture_of(capture), prompt_len=len(prompt), limits=limits
                     ),
+                    is_streamed=is_streamed,
                 )
             )
         )

@@ -14,7 +14,7 @@ own, privately, until it ends. So nothing that was ever handed to a forward chan
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from dovetail.cache.groups import KVGroup
 from dovetail.cache.pages import PagePool
@@ -186,6 +186,29 @@ class KVLedger:
                 self._evict()
             table += pool.take(num)
         holding.capacity = -(-num_tokens // self.page_size) * self.page_size
+        return True
+
+    def extend_all(self, holdings: Sequence[Holding]) -> bool:
+        """Make room in each for a token more than it has room for, evicting pages as needed.
+
+        All or nothing: False, with nothing changed or evicted, if there are too few pages for all.
+        """
+        for holding in holdings:
+            self._expect_open(holding)
+        num_missing = [
+            [group.pages_for(holding.capacity + 1) - len(holding.tables[g]) for holding in holdings]
+            for g, group in enumerate(self.groups)
+        ]
+        if not self._fits([sum(nums) for nums in num_missing], self._tree.num_evictable):
+            return False
+        for g, (pool, nums) in enumerate(zip(self._pools, num_missing, strict=True)):
+            while pool.num_free < sum(nums):
+                self._evict()
+            pages = iter(pool.take(sum(nums)))
+            for holding, num in zip(holdings, nums, strict=True):
+                holding.tables[g].extend(islice(pages, num))
+        for holding in holdings:
+            holding.capacity = (holding.capacity // self.page_size + 1) * self.page_size
         return True
 
     def publish(self, holding: Holding, token_ids: Sequence[int], num_computed: int) -> None:

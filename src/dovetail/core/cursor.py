@@ -200,7 +200,9 @@ class Newsstand:
                     if cursor is not None:
                         cursor.add(event)
                         self._ready.add(cursor)
-            if self._is_woken or not self._ready:
+            if not self._ready:
+                return
+            if self._is_woken and not self._loop.is_closed():  # else it may never have woken
                 return
             self._is_woken = True
         try:

@@ -7,6 +7,8 @@ import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from dovetail.config.resolve import options_from, resolve
 from dovetail.core.client import EngineClient
 from dovetail.core.cursor import joined
@@ -136,7 +138,7 @@ class Engine:
 
         try:
             for request in requests:
-                self.port.start(request, deliver)
+                self.port.start(msgspec.structs.replace(request, is_streamed=False), deliver)
             while len(done) < len(requests):
                 for event in joined(self._next(news)):
                     index = indices[event.request_id]

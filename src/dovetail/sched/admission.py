@@ -32,7 +32,7 @@ class LengthEstimate:
 
     def observe(self, sequence: Sequence) -> None:
         """Learn from a generation that ended by itself."""
-        used = len(sequence.record) / max(sequence.request.max_new_tokens, 1)
+        used = sequence.num_generated / max(sequence.request.max_new_tokens, 1)
         self.share = _MEMORY * self.share + (1 - _MEMORY) * used
 
     def observe_retraction(self) -> None:
@@ -49,7 +49,7 @@ class LengthEstimate:
                 sequence.known_len,
                 max(
                     page_size,
-                    int(self.share * sequence.request.max_new_tokens) - len(sequence.record),
+                    int(self.share * sequence.request.max_new_tokens) - sequence.num_generated,
                 ),
             )
             for sequence in sequences

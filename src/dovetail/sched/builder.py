@@ -2,13 +2,22 @@
 
 from array import array
 from collections.abc import Collection
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.config.capture import ColumnSpec
-from dovetail.config.payload import readout_bytes, readout_rows, score_bytes
+from dovetail.config.payload import (
+    readout_bytes,
+    readout_rows,
+    sample_score_bytes,
+    score_bytes,
+)
+from dovetail.config.schema import EngineConfig
 from dovetail.sched.plan import (
-    FROM_DEVICE,
+    MAX_BIASES,
+    ROW_FIELDS,
     LogprobKindId,
     PageWrites,
     Readout,
@@ -20,29 +29,19 @@ from dovetail.sched.plan import (
     TokenWrites,
 )
 from dovetail.sched.sequence import Sequence
-from dovetail.wire.validate import MAX_MASK_IDS
 
 
 class PlanBuilder:
-    """A plan being written, within budgets. Used once, by ``Scheduler.plan``.
+    """A plan being written, within the budgets of a configuration. Used once, by the ``Scheduler``.
 
-    Args:
-        page_size: tokens of a page.
-        max_page_writes: page-table entries that a plan may change.
-        max_token_writes: token-table entries that a plan may change.
-        max_payload_bytes: bytes that read-outs and prompt scores may take. Scores of sampled
-            tokens have their own: a row that runs must not wait for a place in the payload.
+    Scores of sampled tokens have their own part of the payload: a row that runs must not wait for a
+    place in it.
     """
 
-    def __init__(
-        self,
-        *,
-        page_size: int,
-        max_page_writes: int,
-        max_token_writes: int,
-        max_payload_bytes: int,
-    ) -> None:
-        self._page_size = page_size
+    def __init__(self, config: EngineConfig) -> None:
+        self._page_size = config.page_size
+        self._decode_rows: Rows = _NO_ROWS
+        self._decode_scores: tuple[Score, ...] = ()
         self._num_rows = 0
         self._row_values: list[int] = []
         self._token_ids: list[int] = []
@@ -52,9 +51,9 @@ class PlanBuilder:
         self._scores: list[Score] = []
         self._targets: list[int] = []
         self._readouts: list[Readout] = []
-        self._page_writes_left = max_page_writes
-        self._token_writes_left = max_token_writes
-        self._payload_bytes_left = max_payload_bytes
+        self._page_writes_left = config.max_pages_per_sequence + config.max_running
+        self._token_writes_left = 2 * MAX_BIASES
+        self._payload_bytes_left = config.max_payload_bytes - sample_score_bytes(config.max_running)
 
     @property
     def is_empty(self) -> bool:
@@ -93,24 +92,23 @@ class PlanBuilder:
 
     def add_pages(self, sequence: Sequence) -> None:
         """Tell the device the table entries it has not been told yet."""
-        assert sequence.holding is not None
-        for group, table in enumerate(sequence.holding.tables):
+        holding = sequence.held
+        for group, table in enumerate(holding.tables):
             sent = sequence.num_pages_sent[group]
             if sent == len(table):
                 continue
-            num_shared = sequence.holding.cached_len // self._page_size
+            num_shared = holding.cached_len // self._page_size
             for index in range(sent, len(table)):
                 is_fresh = int(index >= num_shared)
                 self._page_writes.append((group, sequence.slot, index, table[index], is_fresh))
             self._page_writes_left -= len(table) - sent
             sequence.num_pages_sent[group] = len(table)
 
-    def add_decode(self, sequence: Sequence, bound: int) -> None:
-        """Forward the token that the device sampled last, and sample the next."""
-        self._row_values += (sequence.slot, sequence.generation, FROM_DEVICE, 1, bound, 1)
-        self._num_rows += 1
-        if sequence.wants_scores:
-            self._add_score(sequence, first=0, count=1, is_prompt=False)
+    def set_decodes(self, rows: Rows, scores: tuple[Score, ...]) -> None:
+        """Forward the tokens that the device sampled last, and sample the next; before all else."""
+        assert self._num_rows == 0, "decode rows come first"
+        self._decode_rows, self._decode_scores = rows, scores
+        self._num_rows = len(rows)
 
     def add_prefill(self, sequence: Sequence, *, width: int, bound: int, samples: int) -> None:
         """Forward the next ``width`` known tokens."""
@@ -129,14 +127,12 @@ class PlanBuilder:
             self._add_score(sequence, first=width - 1, count=1, is_prompt=False)
 
     def _add_score(self, sequence: Sequence, *, first: int, count: int, is_prompt: bool) -> None:
-        logprobs = sequence.request.logprobs
-        num_top, num_ids = logprobs.top_logprobs_num, len(logprobs.token_ids_logprob)
-        max_mask = MAX_MASK_IDS if logprobs.sampling_mask and not is_prompt else 0
-        self._scores.append(
-            Score(self._num_rows - 1, first, count, num_top, num_ids, is_prompt, max_mask)
-        )
+        score = sequence.score(self._num_rows - 1, first=first, count=count, is_prompt=is_prompt)
+        self._scores.append(score)
         if is_prompt:
-            self._payload_bytes_left -= score_bytes(count, num_top=num_top, num_ids=num_ids)
+            self._payload_bytes_left -= score_bytes(
+                count, num_top=score.num_top, num_ids=score.num_ids
+            )
 
     def add_readout(self, sequence: Sequence, *, start: int, end: int) -> None:
         """Read back the sequence's captured columns of positions ``[start, end)``."""
@@ -147,30 +143,40 @@ class PlanBuilder:
 
     def build(self, *, step_id: int, epoch: int) -> StepPlan:
         """Return the finished plan."""
-        # By way of array: numpy takes three times as long to read a list of ints.
-        rows = np.array(array("i", self._row_values), dtype=np.int32).reshape(-1, 6).T.copy()
-        pages = np.array(self._page_writes, dtype=np.int32).reshape(-1, 5).T.copy()
         return StepPlan(
             step_id=step_id,
             epoch=epoch,
-            rows=Rows(
-                slot=rows[0],
-                generation=rows[1],
-                start=rows[2],
-                width=rows[3],
-                bound=rows[4],
-                samples=rows[5],
-            ),
-            token_ids=np.array(self._token_ids, dtype=np.int32),
-            page_writes=PageWrites(
-                group=pages[0], slot=pages[1], index=pages[2], page=pages[3], is_fresh=pages[4]
-            ),
+            rows=self._rows(),
+            token_ids=_ids(self._token_ids),
+            page_writes=_page_writes(self._page_writes) if self._page_writes else _NO_PAGES,
             slot_writes=_slot_writes(self._tenants) if self._tenants else _NO_SLOTS,
             token_writes=_token_writes(self._token_writes) if self._token_writes else _NO_TOKENS,
-            scores=tuple(self._scores),
-            targets=np.array(self._targets, dtype=np.int32),
+            scores=(*self._decode_scores, *self._scores),
+            targets=_ids(self._targets),
             readouts=tuple(self._readouts),
         )
+
+    def _rows(self) -> Rows:
+        if not self._row_values:
+            return self._decode_rows
+        prefills = np.array(self._row_values, dtype=np.int32).reshape(-1, len(ROW_FIELDS)).T
+        return Rows(
+            **{
+                name: np.concatenate([getattr(self._decode_rows, name), values])
+                for name, values in zip(ROW_FIELDS, prefills, strict=True)
+            }
+        )
+
+
+def _ids(values: list[int]) -> NDArray[np.int32]:
+    return np.array(values, dtype=np.int32) if values else _NO_IDS
+
+
+def _page_writes(entries: list[tuple[int, int, int, int, int]]) -> PageWrites:
+    # By way of array: numpy takes three times as long to read a list of ints.
+    pages = np.array(array("i", chain.from_iterable(entries)), dtype=np.int32).reshape(-1, 5)
+    group, slot, index, page, is_fresh = pages.T.copy()
+    return PageWrites(group=group, slot=slot, index=index, page=page, is_fresh=is_fresh)
 
 
 def _slot_writes(tenants: list[Sequence]) -> SlotWrites:
@@ -212,5 +218,8 @@ def _token_writes(entries: list[tuple[int, int, int, int, float, int]]) -> Token
 
 
 # Most plans change nothing; these are frozen, so they can share it.
+_NO_IDS = np.zeros(0, dtype=np.int32)
+_NO_ROWS = Rows(**{name: np.zeros(0, dtype=np.int32) for name in ROW_FIELDS})
+_NO_PAGES = _page_writes([])
 _NO_SLOTS = _slot_writes([])
 _NO_TOKENS = _token_writes([])

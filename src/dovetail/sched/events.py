@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.sched.plan import TokenScores
@@ -29,6 +30,31 @@ def news_of(sequence: Sequence) -> TokenEvent:
         prompt_scores=_scores(sequence.prompt_scores) if has_begun else None,
         captured=_news_of_capture(sequence),
     )
+
+
+def news_of_step(
+    sequences: list[Sequence],
+    token_ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    epoch: int,
+) -> list[TokenEvent]:
+    """Return an event a sequence with the one token that it got in a step.
+
+    What they had before has been told.
+    """
+    epochs = (epoch,)
+    return [
+        TokenEvent(
+            request_id=sequence.request.request_id,
+            sample_index=sequence.sample_index,
+            token_ids=(token_id,),
+            logprobs=(logprob,),
+            epochs=epochs,
+        )
+        for sequence, token_id, logprob in zip(
+            sequences, token_ids.tolist(), logprobs.tolist(), strict=True
+        )
+    ]
 
 
 def _news_of_capture(sequence: Sequence) -> dict[str, CapturedRows] | None:

@@ -26,7 +26,7 @@ _FAILURES = {
 
 def aborted(sequence: Sequence) -> FinishReason:
     """Return why a sequence ends that is aborted now."""
-    is_early = sequence.state is SequenceState.WAITING and len(sequence.record) == 0
+    is_early = sequence.state is SequenceState.WAITING and sequence.num_generated == 0
     return ABORTED_EARLY if is_early else ABORTED
 
 
@@ -47,6 +47,6 @@ def finish_after(sequence: Sequence, token_id: int) -> FinishReason | None:
         matched = sequence.stop_matcher.push(token_id)
         if matched is not None:
             return FinishReason(type="stop", matched=matched)
-    if sequence.samples_left == 0 and sequence.pending_samples == 0:
+    if sequence.num_generated == sequence.request.max_new_tokens:
         return LENGTH
     return None

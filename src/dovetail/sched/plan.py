@@ -57,11 +57,9 @@ def _no_logprobs() -> NDArray[np.float32]:
     return np.zeros(0, dtype=np.float32)
 
 
-def _freeze(value: object) -> None:
-    for item in fields(value):  # type: ignore[arg-type]
-        array = getattr(value, item.name)
-        if isinstance(array, np.ndarray):
-            array.setflags(write=False)
+def _freeze(*arrays: NDArray[np.generic]) -> None:
+    for array in arrays:
+        array.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +86,13 @@ class Rows:
     samples: NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        _freeze(self)
+        _freeze(*(getattr(self, name) for name in self.__slots__))
 
     def __len__(self) -> int:
         return len(self.slot)
+
+
+ROW_FIELDS = tuple(field.name for field in fields(Rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ class PageWrites:
     is_fresh: NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        _freeze(self)
+        _freeze(*(getattr(self, name) for name in self.__slots__))
 
     def __len__(self) -> int:
         return len(self.slot)
@@ -156,7 +157,7 @@ class SlotWrites:
     num_biases: NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        _freeze(self)
+        _freeze(*(getattr(self, name) for name in self.__slots__))
 
     def __len__(self) -> int:
         return len(self.slot)
@@ -183,7 +184,7 @@ class TokenWrites:
     until: NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        _freeze(self)
+        _freeze(*(getattr(self, name) for name in self.__slots__))
 
     def __len__(self) -> int:
         return len(self.slot)
@@ -322,7 +323,7 @@ class StepResult:
     snapshot: dict[str, NDArray[np.generic]] = field(default_factory=dict[str, NDArray[np.generic]])
 
     def __post_init__(self) -> None:
-        _freeze(self)
+        _freeze(self.token_ids, self.counts, self.logprobs, self.status)
         if __debug__:
             _expect_own_memory(self.token_ids, self.counts, self.logprobs, self.status)
             for scores in self.scores:

@@ -23,6 +23,10 @@ class RankedQueue:
         assert self._sequences[index] is sequence
         del self._sequences[index]
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        index = bisect_left(self._sequences, sequence.rank, key=_rank)
+        return index < len(self._sequences) and self._sequences[index] is sequence
+
     def first(self, count: int) -> list[Sequence]:
         """Return the first ``count`` in line."""
         return list(islice(self._sequences, count))

@@ -10,24 +10,26 @@ in line, so the first always gets on and everybody ends.
 """
 
 from collections.abc import Callable
-from functools import partial
+
+import numpy as np
 
 from dovetail.cache.ledger import KVLedger
-from dovetail.config.payload import sample_score_bytes
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
 from dovetail.sched.admission import LengthEstimate, PrefixHolds
+from dovetail.sched.arrivals import Arrivals
 from dovetail.sched.builder import PlanBuilder
 from dovetail.sched.captured import Rows
-from dovetail.sched.events import last_event_of, news_of
+from dovetail.sched.events import last_event_of, news_of, news_of_step
 from dovetail.sched.finish import LENGTH, aborted, failure_of, finish_after
 from dovetail.sched.open import OpenRequests
-from dovetail.sched.plan import MAX_BIASES, RowStatus, StepPlan, StepResult, TokenScores
-from dovetail.sched.policy import WINDOW, ordered, rank
+from dovetail.sched.plan import RowStatus, StepPlan, StepResult, TokenScores
+from dovetail.sched.policy import WINDOW, ordered
+from dovetail.sched.progress import Mask, Slots
 from dovetail.sched.queues import RankedQueue
+from dovetail.sched.running import RunningSequences
 from dovetail.sched.sequence import Sequence, SequenceState
 from dovetail.sched.slots import SlotTable
-from dovetail.sched.stop import stop_matcher
 from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason, TokenEvent
 
@@ -57,20 +59,18 @@ class Scheduler:
         special_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._config = config
-        self._columns = config.columns
         self._ledger = ledger
-        self._stop_matcher = partial(stop_matcher, token_bytes, special_ids)
-        self._eos_token_ids = frozenset(config.model.eos_token_ids)
+        self._arrivals = Arrivals(config, token_bytes, special_ids)
         self._slots = SlotTable(config.max_running)
+        self._progress = self._slots.progress
         self._waiting = RankedQueue()
-        self._running = RankedQueue()
+        self._running = RunningSequences(self._progress)
         self._leaving: dict[Sequence, None] = {}
         self._reading: dict[Sequence, None] = {}  # running, with rows that are to leave now
         self._open = OpenRequests()
         self._holds = PrefixHolds(config)
         self._lengths = LengthEstimate()
         self._retry_at = 0  # step at which memory is asked for again after it was short
-        self._num_arrivals = 0
         self._num_steps = 0
         self._num_commits = 0
         self.epoch = 0
@@ -94,20 +94,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a validated request: one sequence for each of its ``n`` generations."""
-        sequences: list[Sequence] = []
-        for sample_index in range(request.sampling.n):
-            sequence = Sequence(
-                request,
-                sample_index=sample_index,
-                rank=rank(
-                    self._config.policy, priority=request.priority, arrival=self._num_arrivals
-                ),
-                eos_token_ids=self._eos_token_ids,
-                stop_matcher=self._stop_matcher(request.sampling),
-                columns=self._columns,
-            )
-            self._num_arrivals += 1
-            sequences.append(sequence)
+        sequences = self._arrivals.sequences(request)
+        for sequence in sequences:
             self._waiting.add(sequence)
         self._open.add(request, sequences)
         self._retry_at = 0  # the newcomer may be smaller, or first in line
@@ -135,27 +123,18 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if nothing can be forwarded now."""
-        builder = self._builder()
-        prefilling = self._plan_decodes(builder)
+        builder = PlanBuilder(self._config)
+        self._plan_decodes(builder)
         self._plan_readouts(builder)  # also of those that a decode row has retracted
-        budget = self._plan_chunks(builder, prefilling, self._config.chunk_size)
+        budget = self._plan_chunks(builder, self._config.chunk_size)
         self._admit(builder, budget)
         return self._built(builder)
 
     def plan_leaving(self) -> StepPlan | None:
         """Return a step that forwards nothing: what is to be read before memory goes, or None."""
-        builder = self._builder()
+        builder = PlanBuilder(self._config)
         self._plan_readouts(builder)
         return self._built(builder)
-
-    def _builder(self) -> PlanBuilder:
-        config = self._config
-        return PlanBuilder(
-            page_size=config.page_size,
-            max_page_writes=config.max_pages_per_sequence + config.max_running,
-            max_token_writes=2 * MAX_BIASES,
-            max_payload_bytes=config.max_payload_bytes - sample_score_bytes(config.max_running),
-        )
 
     def _built(self, builder: PlanBuilder) -> StepPlan | None:
         if builder.is_empty:
@@ -181,36 +160,29 @@ class Scheduler:
             if end == sequence.computed_len:
                 self._reading.pop(sequence, None)
 
-    def _plan_decodes(self, builder: PlanBuilder) -> list[Sequence]:
-        """Plan a row for each sequence that can decode; return those still in their prompt."""
-        prefilling: list[Sequence] = []
-        for sequence in list(self._running):
-            planned_len = sequence.planned_len
-            if planned_len < sequence.prefill_len:
-                prefilling.append(sequence)
-                continue
-            if sequence.samples_left == 0 or sequence.state is not SequenceState.RUNNING:
-                continue  # an earlier row of this very plan may have retracted it
-            holding = sequence.holding
-            assert holding is not None
-            if planned_len == holding.capacity:
-                if not self._extend(sequence, planned_len + 1):
-                    continue
+    def _plan_decodes(self, builder: PlanBuilder) -> None:
+        """Plan a row for each sequence that can decode."""
+        growing: list[Sequence] = []
+        for sequence in self._running.to_look_at():
+            if sequence.samples_left:
+                growing.append(sequence)
+            else:
+                self._running.end_decoding(sequence)
+        without_pages = self._grow(growing)
+        for sequence in growing:
+            if sequence.state is _RUNNING and sequence not in without_pages:
                 builder.add_pages(sequence)
-            builder.add_decode(sequence, holding.capacity)
-            sequence.planned_len = planned_len + 1
-            sequence.samples_left -= 1
-            sequence.pending_samples += 1
-            sequence.num_inflight += 1
-        return prefilling
+                self._running.has_pages(sequence)
+        decode = self._running.decode_rows(without=without_pages)
+        builder.set_decodes(decode.rows, decode.scores)
+        self._progress.plan_one(decode.slots)
 
-    def _plan_chunks(self, builder: PlanBuilder, prefilling: list[Sequence], budget: int) -> int:
+    def _plan_chunks(self, builder: PlanBuilder, budget: int) -> int:
         """Plan chunks of running prefills; return what is left of the token budget."""
-        for sequence in prefilling:
+        for sequence in self._running.prefilling:
             if budget == 0:
                 break
-            if sequence.state is SequenceState.RUNNING:  # no decode row has retracted it
-                budget -= self._plan_chunk(builder, sequence, budget)
+            budget -= self._plan_chunk(builder, sequence, budget)
         return budget
 
     def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence, budget: int) -> int:
@@ -221,12 +193,11 @@ class Scheduler:
             return 0
         is_last = sequence.planned_len + width == sequence.prefill_len
         samples = int(is_last and sequence.samples_left > 0)
-        assert sequence.holding is not None
-        builder.add_prefill(sequence, width=width, bound=sequence.holding.capacity, samples=samples)
+        builder.add_prefill(sequence, width=width, bound=sequence.held.capacity, samples=samples)
         sequence.planned_len += width
-        sequence.samples_left -= samples
-        sequence.pending_samples += samples
         sequence.num_inflight += 1
+        if is_last:
+            self._running.end_prefill(sequence)
         return width
 
     def _admit(self, builder: PlanBuilder, budget: int) -> None:
@@ -276,8 +247,6 @@ class Scheduler:
             raise InvariantError("the ledger promised pages that it does not have")
         self._slots.take(sequence)
         sequence.start(holding, self.epoch)
-        if self._config.prefix_cache:
-            sequence.publish_at = holding.cached_len + self._config.page_size
         self._waiting.remove(sequence)
         self._running.add(sequence)
         self._holds.add(sequence)
@@ -296,14 +265,25 @@ class Scheduler:
 
     # -- memory --------------------------------------------------------------------------
 
+    def _grow(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Make room for the next token of each, in line; return those that sit this step out."""
+        if self._ledger.extend_all([sequence.held for sequence in sequences]):
+            return []
+        return [
+            sequence
+            for sequence in sequences
+            if sequence.state is _RUNNING  # no earlier one has taken its memory
+            and not self._extend(sequence, sequence.planned_len + 1)
+            and sequence.state is _RUNNING
+        ]
+
     def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for ``num_tokens``, taking memory from the last in line if needed.
 
         False if the sequence has to sit this step out: it was retracted itself, or
         pages are on their way from sequences that leave.
         """
-        assert sequence.holding is not None
-        while not self._ledger.extend(sequence.holding, num_tokens):
+        while not self._ledger.extend(sequence.held, num_tokens):
             if self._leaving or self.retract_last() is sequence:
                 return False
         return True
@@ -326,7 +306,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._reading.pop(sequence, None)
         self._holds.remove(sequence)
-        sequence.state = SequenceState.RETRACTING
+        sequence.leave(SequenceState.RETRACTING)
         sequence.num_retractions += 1
         if sequence.num_inflight == 0 and not sequence.needs_readout:
             self._requeue(sequence)
@@ -349,8 +329,10 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def _give_up_memory(self, sequence: Sequence) -> None:
-        assert sequence.num_inflight == 0 and sequence.holding is not None
-        self._ledger.release(sequence.holding)
+        assert sequence.num_inflight == 0
+        if sequence.finish is None or sequence.finish.type != "error":
+            self._publish(sequence)
+        self._ledger.release(sequence.held)
         self._slots.release(sequence)
         sequence.forget_memory()
         self._retry_at = 0
@@ -358,54 +340,69 @@ class Scheduler:
     # -- committing ----------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Learn what a step produced; return the news, in row order."""
+        """Learn what a step produced; return the news, one sequence's in order."""
         if not plan.step_id == result.step_id == self._num_commits:
             raise InvariantError(
                 f"step {self._num_commits} is to be committed, not plan {plan.step_id} with the "
                 f"result of step {result.step_id}"
             )
         self._num_commits += 1
-        events: list[TokenEvent] = []
         sampled_scores = self._commit_prompt_scores(plan, result)
-        rows, epoch, tenant, running = plan.rows, plan.epoch, self._slots.tenant, _RUNNING
-        columns = zip(
-            rows.slot.tolist(),
-            rows.generation.tolist(),
-            rows.width.tolist(),
-            rows.samples.tolist(),
-            result.status.tolist(),
-            result.token_ids[:, 0].tolist(),
-            result.logprobs[:, 0].tolist(),
-            strict=True,
-        )
-        for row, (slot, generation, width, samples, status, token_id, logprob) in enumerate(
-            columns
-        ):
-            sequence = tenant(slot, generation)
-            sequence.num_inflight -= 1
-            sequence.pending_samples -= samples
-            if sequence.finish is None:
-                if samples and status == _OK:
-                    sequence.append(token_id, logprob, epoch, sampled_scores.get(row))
-                reason = self._commit_row(sequence, width, samples, token_id, status, epoch)
-                if reason is not None:
-                    events += self._decide_finish(sequence, reason)
-                    continue
-            if sequence.state is running:
-                if samples:
-                    events.append(news_of(sequence))
-            else:
-                events += self._settle(sequence)
+        rows, slots = plan.rows, plan.rows.slot.astype(np.intp)
+        self._slots.expect_tenants(slots, rows.generation)
+        looks = self._progress.needs_look(slots, rows.width, result.token_ids[:, 0])
+        looks |= result.status != _OK
+        events = self._commit_tokens(slots, result, plan.epoch, ~looks)
+        for row in np.flatnonzero(looks).tolist():
+            events += self._look_at_row(plan, result, row, sampled_scores.get(row))
         for readout, read in zip(plan.readouts, result.readouts, strict=True):
-            sequence = tenant(readout.slot, readout.generation)
+            sequence = self._slots.tenant(readout.slot, readout.generation)
             sequence.num_inflight -= 1
             events += self._commit_readout(sequence, readout.start, read)
         return events
+
+    def _commit_tokens(
+        self, slots: Slots, result: StepResult, epoch: int, chosen: Mask
+    ) -> list[TokenEvent]:
+        """Commit the chosen decode rows, whose sequences go on; return what is news at once."""
+        token_ids, logprobs = result.token_ids[:, 0], result.logprobs[:, 0]
+        if not chosen.all():
+            slots, token_ids, logprobs = slots[chosen], token_ids[chosen], logprobs[chosen]
+        due = self._progress.commit_one(slots, token_ids, logprobs, epoch)
+        if due.any():
+            for sequence in self._slots.tenants(slots[due]):
+                self._keep_up(sequence)
+        heard = self._progress.is_streamed.take(slots)
+        sequences = self._slots.tenants(slots[heard])
+        return news_of_step(sequences, token_ids[heard], logprobs[heard], epoch)
+
+    def _look_at_row(
+        self, plan: StepPlan, result: StepResult, row: int, scores: TokenScores | None
+    ) -> list[TokenEvent]:
+        """Commit a row whose sequence may have more to learn than its token; return the news."""
+        rows = plan.rows
+        sequence = self._slots.tenant(rows.slot.item(row), rows.generation.item(row))
+        sequence.num_inflight -= 1
+        samples = rows.samples.item(row)
+        if sequence.finish is None:
+            token_id, status = result.token_ids.item(row, 0), result.status.item(row)
+            sequence.catch_up()
+            if samples and status == _OK:
+                sequence.append(token_id, result.logprobs.item(row, 0), plan.epoch, scores)
+            reason = self._commit_row(
+                sequence, rows.width.item(row), samples, token_id, status, plan.epoch
+            )
+            if reason is not None:
+                return self._decide_finish(sequence, reason)
+        if sequence.state is not _RUNNING:
+            return self._settle(sequence)
+        return [news_of(sequence)] if samples and sequence.request.is_streamed else []
 
     def _commit_readout(self, sequence: Sequence, start: int, rows: Rows) -> list[TokenEvent]:
         """Record rows. One that nobody wrote ends its request, however well that has gone."""
         if sequence.captured is None:
             return self._settle(sequence)
+        sequence.catch_up()
         try:
             sequence.captured.append(start, rows)
         except InvariantError as error:
@@ -444,12 +441,10 @@ class Scheduler:
         sequence.computed_len += width
         if sequence.captured is not None:
             sequence.captured.forwarded(sequence.computed_len, epoch)
-            if sequence.computed_len >= sequence.read_at and sequence.state is _RUNNING:
-                self._reading[sequence] = None
         if status != _OK:  # whatever made it so is not shared
             return failure_of(RowStatus(status))
-        if sequence.computed_len >= sequence.publish_at:
-            self._publish(sequence)
+        if sequence.state is _RUNNING and sequence.computed_len >= sequence.upkeep_at:
+            self._keep_up(sequence)
         if sequence.computed_len == sequence.prefill_len:
             self._holds.remove(sequence)
         if samples:
@@ -457,12 +452,18 @@ class Scheduler:
         is_done = sequence.computed_len == sequence.known_len
         return LENGTH if is_done and sequence.request.max_new_tokens == 0 else None
 
+    def _keep_up(self, sequence: Sequence) -> None:
+        """Do for a sequence that goes on what is due once in a while."""
+        sequence.catch_up()
+        self._publish(sequence)
+        if sequence.captured is not None and sequence.computed_len >= sequence.read_at:
+            self._reading[sequence] = None
+        sequence.look_when_committed()
+
     def _publish(self, sequence: Sequence) -> None:
-        """Share the pages that have become full."""
-        assert sequence.holding is not None
-        self._ledger.publish(sequence.holding, sequence.known_ids, sequence.computed_len)
-        page_size = self._config.page_size
-        sequence.publish_at = (sequence.computed_len // page_size + 1) * page_size
+        """Share the pages that are full."""
+        if self._config.prefix_cache:
+            self._ledger.publish(sequence.held, sequence.known_ids, sequence.computed_len)
 
     def _decide_finish(self, sequence: Sequence, reason: FinishReason) -> list[TokenEvent]:
         """The one terminal transition. The last event follows when nothing is in flight."""
@@ -479,7 +480,7 @@ class Scheduler:
             self._running.remove(sequence)
             self._reading.pop(sequence, None)
             self._holds.remove(sequence)
-        sequence.state = SequenceState.FINISHING
+        sequence.leave(SequenceState.FINISHING)
         self._leaving[sequence] = None
         return self._settle(sequence)
 
@@ -491,7 +492,7 @@ class Scheduler:
                 self._give_up_memory(sequence)
                 return [self._end(sequence)]
             self._requeue(sequence)
-        return [news_of(sequence)] if sequence.num_emitted < len(sequence.record) else []
+        return [news_of(sequence)] if sequence.has_news else []
 
     def _end(self, sequence: Sequence) -> TokenEvent:
         sequence.state = SequenceState.FINISHED

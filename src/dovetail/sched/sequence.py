@@ -13,10 +13,12 @@ from enum import Enum
 from dovetail.cache.ledger import Holding
 from dovetail.config.capture import ColumnSpec
 from dovetail.sched.captured import CapturedColumns
-from dovetail.sched.plan import TokenScores
+from dovetail.sched.plan import Score, TokenScores
+from dovetail.sched.progress import MOST_END_IDS, NEVER, Progress
 from dovetail.sched.stop import StopMatcher
 from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason, Usage
+from dovetail.wire.validate import MAX_MASK_IDS
 
 
 class SequenceState(Enum):
@@ -30,7 +32,6 @@ class SequenceState(Enum):
 
 
 _LEAVING = (SequenceState.RETRACTING, SequenceState.FINISHING)
-NO_LIMIT = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -56,6 +57,13 @@ class TokenRecord:
         self.epochs.append(epoch)
         self.scores.append(scores)
 
+    def extend(self, token_ids: list[int], logprobs: list[float], epochs: list[int]) -> None:
+        """Commit tokens that have no scores."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.epochs += epochs
+        self.scores += [None] * len(token_ids)
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -63,8 +71,11 @@ class TokenRecord:
 class Sequence:
     """One generation. Written by the ``Scheduler`` alone, on the loop thread.
 
+    Its clocks are those of its slot (``Progress``), where a step moves them for all rows at once;
+    its newest tokens come from there as soon as ``known_ids`` or ``record`` are looked at.
+
     Invariants: ``computed_len <= planned_len``; once its prefill is planned,
-    ``planned_len == known_len + pending_samples - 1``; a slot and a holding are
+    ``planned_len == known_len - 1 +`` its sampled tokens in flight; a slot and a holding are
     there exactly in the states RUNNING, RETRACTING and FINISHING.
 
     Attributes:
@@ -73,18 +84,12 @@ class Sequence:
             logit biases and the ids that ``min_new_tokens`` holds back.
         rank: place in line; lower is served first and retracted last.
         num_passes: how often another sequence was preferred by the policy.
-        known_ids: prompt and committed output, the host's view of the tokens.
         end_ids: ids that end it.
-        samples_left: tokens that may still be planned to be sampled: what is in flight counts.
-        publish_at: ``computed_len`` at which another page is full and can be shared.
+        end_len: ``computed_len`` at which it has all tokens that it may generate.
         slot, generation: row in device state, -1 while it has none.
         holding: its pages, or None.
         prefill_len: tokens that were known when it got its memory; they are forwarded
             from the host's copy, later ones from the device's.
-        planned_len: positions whose forward has been planned.
-        computed_len: positions whose forward has been committed.
-        pending_samples: sampled tokens in flight.
-        num_inflight: plans in flight that name this sequence.
         prompt_scores: probabilities of prompt tokens, in order; append-only.
         scored, planned_score: prompt position whose probability is the next to be
             committed, and planned.
@@ -96,33 +101,29 @@ class Sequence:
     """
 
     __slots__ = (
+        "_known_ids",
+        "_progress",
+        "_record",
         "biases",
         "cached_len",
         "captured",
-        "computed_len",
         "end_ids",
+        "end_len",
         "finish",
         "generation",
         "holding",
-        "known_ids",
         "num_emitted",
-        "num_inflight",
         "num_pages_sent",
         "num_passes",
         "num_retractions",
-        "pending_samples",
-        "planned_len",
         "planned_score",
         "prefill_len",
         "prompt_len",
         "prompt_scores",
-        "publish_at",
         "rank",
         "read_at",
-        "record",
         "request",
         "sample_index",
-        "samples_left",
         "scored",
         "slot",
         "state",
@@ -147,16 +148,16 @@ class Sequence:
         self.prompt_len = len(request.prompt_token_ids)
         self.biases = _biases(request, eos_token_ids)
         self.end_ids = _end_ids(request, eos_token_ids)
-        self.samples_left = request.max_new_tokens
-        self.publish_at = NO_LIMIT
+        self.end_len = self.prompt_len + request.max_new_tokens - 1
         logprobs = request.logprobs
         self.wants_scores = (
             logprobs.top_logprobs_num > 0
             or len(logprobs.token_ids_logprob) > 0
             or logprobs.sampling_mask
         )
-        self.known_ids: list[int] = list(request.prompt_token_ids)
-        self.record = TokenRecord()
+        self._known_ids: list[int] = list(request.prompt_token_ids)
+        self._record = TokenRecord()
+        self._progress: Progress | None = None
         self.stop_matcher = stop_matcher
         self.state = SequenceState.WAITING
         self.finish: FinishReason | None = None
@@ -164,7 +165,7 @@ class Sequence:
         if request.capture.columns:
             specs = {name: columns[name] for name in request.capture.columns}
             self.captured = CapturedColumns(specs, start=request.capture.start_len)
-        self.read_at = NO_LIMIT
+        self.read_at = NEVER
         self.cached_len = 0
         self.scored = self.planned_score = _first_score(request)
         self.prompt_scores: list[TokenScores] = []
@@ -175,15 +176,116 @@ class Sequence:
         self.holding: Holding | None = None
         self.num_pages_sent: list[int] = []
         self.prefill_len = 0
-        self.planned_len = 0
-        self.computed_len = 0
-        self.pending_samples = 0
-        self.num_inflight = 0
+
+    @property
+    def held(self) -> Holding:
+        """Its pages, of which it has some."""
+        assert self.holding is not None
+        return self.holding
+
+    # -- clocks --------------------------------------------------------------------------
+
+    @property
+    def planned_len(self) -> int:
+        """Positions whose forward has been planned."""
+        return 0 if self._progress is None else self._progress.planned_len.item(self.slot)
+
+    @planned_len.setter
+    def planned_len(self, length: int) -> None:
+        assert self._progress is not None
+        self._progress.planned_len[self.slot] = length
+
+    @property
+    def computed_len(self) -> int:
+        """Positions whose forward has been committed."""
+        return 0 if self._progress is None else self._progress.computed_len.item(self.slot)
+
+    @computed_len.setter
+    def computed_len(self, length: int) -> None:
+        assert self._progress is not None
+        self._progress.computed_len[self.slot] = length
+
+    @property
+    def num_inflight(self) -> int:
+        """Plans in flight that name this sequence."""
+        return 0 if self._progress is None else self._progress.num_inflight.item(self.slot)
+
+    @num_inflight.setter
+    def num_inflight(self, number: int) -> None:
+        assert self._progress is not None
+        self._progress.num_inflight[self.slot] = number
+
+    @property
+    def samples_left(self) -> int:
+        """Tokens that may still be planned to be sampled: what is in flight counts."""
+        if self.is_prefilling:
+            return self.request.max_new_tokens - self.num_generated
+        return max(0, self.end_len - self.planned_len)
+
+    def look_when_planned(self) -> None:
+        """Note the pages that there are, and when its decode row needs more than a row."""
+        assert self._progress is not None
+        capacity = self.held.capacity
+        self._progress.bound[self.slot] = capacity
+        self._progress.plan_look_at[self.slot] = min(capacity, self.end_len)
+
+    def look_when_committed(self) -> None:
+        """Note when a commit has more to do than to count its new token."""
+        progress, computed_len = self._progress, self.computed_len
+        assert progress is not None
+        is_plain = (
+            self.state is SequenceState.RUNNING
+            and computed_len >= self.prefill_len
+            and self.stop_matcher is None
+            and not self.wants_scores
+            and len(self.end_ids) <= MOST_END_IDS
+        )
+        progress.commit_look_at[self.slot] = self.end_len if is_plain else 0
+        progress.upkeep_at[self.slot] = min(self.read_at, computed_len + progress.most_new)
+
+    @property
+    def upkeep_at(self) -> int:
+        """``computed_len`` at which it has something due: see ``Scheduler``."""
+        assert self._progress is not None
+        return self._progress.upkeep_at.item(self.slot)
+
+    # -- tokens --------------------------------------------------------------------------
+
+    @property
+    def known_ids(self) -> list[int]:
+        """Prompt and committed output, the host's view of the tokens."""
+        self.catch_up()
+        return self._known_ids
+
+    @property
+    def record(self) -> TokenRecord:
+        """What is true of each committed token."""
+        self.catch_up()
+        return self._record
+
+    def catch_up(self) -> None:
+        """Take the newest tokens into the record."""
+        progress = self._progress
+        if progress is None or not progress.num_new(self.slot):
+            return
+        token_ids, logprobs, epochs = progress.take_new(self.slot)
+        self._known_ids += token_ids
+        self._record.extend(token_ids, logprobs, epochs)
+        if self.request.is_streamed:
+            self.num_emitted += len(token_ids)
+        if self.captured is not None:  # memory is of one epoch
+            self.captured.forwarded(self.computed_len, epochs[-1])
+
+    @property
+    def num_generated(self) -> int:
+        """Committed tokens."""
+        return self.known_len - self.prompt_len
 
     @property
     def known_len(self) -> int:
         """Tokens the host knows: prompt and committed output."""
-        return len(self.known_ids)
+        num_new = 0 if self._progress is None else self._progress.num_new(self.slot)
+        return len(self._known_ids) + num_new
 
     @property
     def is_prefilling(self) -> bool:
@@ -195,7 +297,7 @@ class Sequence:
         """Token counts as committed."""
         return Usage(
             prompt_tokens=self.prompt_len,
-            completion_tokens=len(self.record),
+            completion_tokens=self.num_generated,
             cached_tokens=self.cached_len,
             num_retractions=self.num_retractions,
         )
@@ -208,15 +310,34 @@ class Sequence:
         last = self.known_len - 1
         return last if self.scored >= self.prompt_len else min(last, self.scored - 1)
 
+    def score(self, row: int, *, first: int, count: int, is_prompt: bool) -> Score:
+        """Return what a row of this sequence reports beside its token's own logprob."""
+        logprobs = self.request.logprobs
+        return Score(
+            row,
+            first,
+            count,
+            logprobs.top_logprobs_num,
+            len(logprobs.token_ids_logprob),
+            is_prompt,
+            MAX_MASK_IDS if logprobs.sampling_mask and not is_prompt else 0,
+        )
+
     def score_targets(self, start: int, width: int) -> range:
         """Return the prompt positions to score when ``[start, start + width)`` is forwarded."""
         first = max(start + 1, self.planned_score)
         return range(first, max(first, min(start + width + 1, self.prompt_len)))
 
+    @property
+    def has_news(self) -> bool:
+        """True if tokens are to be told that no event has had."""
+        return self.request.is_streamed and self.num_emitted < len(self.record)
+
     def append(self, token_id: int, logprob: float, epoch: int, scores: TokenScores | None) -> None:
         """Commit one sampled token."""
-        self.known_ids.append(token_id)
-        self.record.append(token_id, logprob, epoch, scores)
+        self.catch_up()
+        self._known_ids.append(token_id)
+        self._record.append(token_id, logprob, epoch, scores)
 
     def append_prompt_scores(self, scores: TokenScores) -> None:
         """Commit the probabilities of the next prompt tokens."""
@@ -234,6 +355,11 @@ class Sequence:
             captured is not None and self.state in _LEAVING and captured.planned < self.computed_len
         )
 
+    def enter(self, slot: int, generation: int, progress: Progress) -> None:
+        """Live in a slot from now on."""
+        self.slot, self.generation, self._progress = slot, generation, progress
+        progress.enter(slot, self.end_ids, is_streamed=self.request.is_streamed)
+
     def start(self, holding: Holding, epoch: int) -> None:
         """Begin to run on a slot and pages, the first of which may be computed already."""
         self.state = SequenceState.RUNNING
@@ -247,6 +373,11 @@ class Sequence:
             self.captured.begin(holding.cached_len, epoch)
             self.read_at = self._next_read_at(self.captured)
 
+    def leave(self, state: SequenceState) -> None:
+        """Be planned no more; what is in flight is still to be committed."""
+        self.state = state
+        self.look_when_committed()
+
     def read_until(self, end: int) -> None:
         """Note that a read-out is planned of all rows before ``end``."""
         assert self.captured is not None
@@ -255,14 +386,14 @@ class Sequence:
 
     def _next_read_at(self, captured: CapturedColumns) -> int:
         interval = self.request.capture.interval
-        return max(captured.recorded, captured.planned) + interval if interval else NO_LIMIT
+        return max(captured.recorded, captured.planned) + interval if interval else NEVER
 
     def begin_again(self) -> None:
         """Under new weights, forget the old ones' view of the prompt, unless a token came of it.
 
         Rows that an event has had stay.
         """
-        if len(self.record):
+        if self.num_generated:
             return
         self.scored = self.planned_score = _first_score(self.request)
         self.prompt_scores = []
@@ -272,10 +403,11 @@ class Sequence:
 
     def forget_memory(self) -> None:
         """Go back to the state before any forward; the record stays."""
+        self.catch_up()
+        self._progress = None
         self.slot = self.generation = -1
         self.holding = None
         self.num_pages_sent = []
-        self.planned_len = self.computed_len = 0
         self.planned_score = self.scored
         if self.captured is not None:
             self.captured.forget_memory()
@@ -294,7 +426,7 @@ def _end_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:
 
 def _biases(request: Request, eos_token_ids: frozenset[int]) -> list[tuple[int, float, int]]:
     sampling = request.sampling
-    biases = [(token, value, NO_LIMIT) for token, value in (sampling.logit_bias or {}).items()]
+    biases = [(token, value, NEVER) for token, value in (sampling.logit_bias or {}).items()]
     if sampling.min_new_tokens:
         until = len(request.prompt_token_ids) + sampling.min_new_tokens
         biases += [

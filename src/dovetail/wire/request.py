@@ -141,6 +141,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         priority: under the ``priority`` policy, higher goes first.
         capture: see ``CaptureParams``; validated.
         label: the client's own id, or None; never a key.
+        is_streamed: tokens are news as they are committed; else there may be one event, the last.
     """
 
     request_id: int
@@ -153,6 +154,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     capture: CaptureParams = CaptureParams()
     label: str | None = None
+    is_streamed: bool = True
 
     @property
     def max_new_tokens(self) -> int:

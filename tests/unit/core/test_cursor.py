@@ -25,6 +25,9 @@ class CountingLoop:
         self.calls: list[Callable[[], None]] = []
         self._is_closed = is_closed
 
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
         if self._is_closed:
             raise RuntimeError("Event loop is closed")
@@ -230,6 +233,18 @@ def test_the_requests_of_a_closed_event_loop_are_deserted_once():
     stand.deliver([an_event(2, 0, 1)])
     assert deserted == [1, 2]
     stand.drop(1)  # a reader that ends late
+
+
+def test_an_event_loop_that_is_closed_before_it_wakes_has_deserted():
+    deserted: list[int] = []
+    loop = asyncio.new_event_loop()
+    stand = Newsstand(loop, deserted.extend)
+    stand.open(1)
+    stand.deliver([an_event(1, 0, 1)])
+    assert deserted == []  # it has been called, and never runs again
+    loop.close()
+    stand.deliver([an_event(1, 1, 1)])
+    assert deserted == [1]
 
 
 def test_events_that_waited_become_one_a_generation() -> None:

@@ -89,12 +89,8 @@ class Running:
     """What an estimate looks at of a sequence."""
 
     known_len: int
-    num_done: int
+    num_generated: int
     max_new_tokens: int
-
-    @property
-    def record(self) -> list[None]:
-        return [None] * self.num_done
 
     @property
     def request(self) -> "Running":
@@ -103,7 +99,7 @@ class Running:
 
 def peak_growth(sequences: list[Running], share: float, page_size: int) -> int:
     """Let all grow step by step until the last has ended; return the most memory that takes."""
-    left = [max(page_size, int(share * s.max_new_tokens) - s.num_done) for s in sequences]
+    left = [max(page_size, int(share * s.max_new_tokens) - s.num_generated) for s in sequences]
     now = sum(s.known_len for s in sequences)
     needs = [
         sum(s.known_len + step for s, end in zip(sequences, left, strict=True) if step <= end)
@@ -131,7 +127,7 @@ def test_what_must_be_there_is_the_peak_over_time(sequences, share, page_size):
 def test_the_estimate_moves_to_what_is_used_and_up_at_a_retraction():
     class Ended:
         def __init__(self, used: int, asked: int) -> None:
-            self.record = [None] * used
+            self.num_generated = used
             self.request = type("Request", (), {"max_new_tokens": asked})
 
     estimate = LengthEstimate()
