@@ -8,6 +8,7 @@ from dovetail.config.resolve import with_measured_pool
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import ConfigError, InvariantError
 from dovetail.exec.backend import Backend, OnProgress
+from dovetail.exec.cuda.arena import step_memory
 from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.cuda.graphs import CudaGraphs, Tiers
 from dovetail.exec.cuda.profile import drop_unused, memory_use
@@ -42,7 +43,7 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
     gpu = device or CudaDevice()
     if not isinstance(gpu, CudaDevice):
         raise InvariantError("'cuda' was given a device that is no GPU")
-    kernels = load_kernels("triton", gpu.torch_device)
+    kernels, memory = load_kernels("triton", gpu.torch_device), step_memory(gpu.torch_device)
 
     group = config.model.num_heads // config.model.num_kv_heads
     tiers = Tiers(
@@ -55,7 +56,9 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
         if config.memory_fraction is None:
             return config
         graphs = CudaGraphs(tiers) if config.graphs else None
-        use = memory_use(config, model, gpu, kernels, graphs, partial(on_progress, MEASURING))
+        use = memory_use(
+            config, model, gpu, kernels, graphs, memory, partial(on_progress, MEASURING)
+        )
         del graphs
         drop_unused()
         return with_measured_pool(config, use)
@@ -63,17 +66,14 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
     def make_runner(config: EngineConfig, model: CausalLM, on_progress: OnProgress) -> Runner:
         graphs = CudaGraphs(tiers) if config.graphs else None
         shaped_graphs = ShapedGraphs()
-        runner = CudaRunner(config, model, gpu, kernels, graphs, shaped_graphs)
+        runner = CudaRunner(config, model, gpu, kernels, graphs, shaped_graphs, memory)
         # Memory was allocated and filled on another stream than the lanes'.
         torch.cuda.synchronize(gpu.torch_device)
         if graphs is not None:  # before the first packet: what is recorded runs on padding
-            gpu.compute.submit(graphs.record, runner.step, partial(on_progress, RECORDING))
-            gpu.compute.submit(
-                shaped_graphs.record,
-                runner.draw_shaped,
-                graphs.forwards,
-                partial(on_progress, RECORDING_DRAWS),
-            )
+            steps = runner.step, runner.step_alone
+            gpu.compute.submit(graphs.record, *steps, partial(on_progress, RECORDING))
+            draws = runner.draw_shaped, runner.draw_alone, graphs.forwards
+            gpu.compute.submit(shaped_graphs.record, *draws, partial(on_progress, RECORDING_DRAWS))
             torch.cuda.synchronize(gpu.torch_device)
         return runner
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.errors import DeviceError, InvariantError
+from dovetail.errors import DeviceError
+from dovetail.exec.cuda.address import bytes_at
 from dovetail.exec.cuda.mapping import MappedMemory
 from dovetail.exec.memory import PlainMemory, TaggedMemory
 
@@ -18,19 +19,6 @@ try:
     _cuda: Any = import_module("cuda.bindings.driver")
 except ImportError:
     _cuda = None
-
-
-class _DeviceArray:
-    """Memory as ``torch.as_tensor`` takes it; the tensor keeps this object, and so the owner."""
-
-    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
-        self._owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class CudaDriver:
@@ -81,10 +69,7 @@ class CudaDriver:
 
     def view(self, address: int, num_bytes: int, owner: object) -> Tensor:
         """See ``MappingDriver``."""
-        tensor = torch.as_tensor(_DeviceArray(address, num_bytes, owner), device=self._device)
-        if tensor.data_ptr() != address:
-            raise InvariantError("torch copied memory that it was to look at")
-        return tensor
+        return bytes_at(address, num_bytes, self._device, owner=owner)
 
     def _create(self, num_bytes: int) -> Any:
         error, handle = _cuda.cuMemCreate(num_bytes, self._kind, 0)

@@ -17,7 +17,9 @@ from typing import Protocol
 
 import torch
 
+from dovetail.exec.cuda.address import view_of
 from dovetail.exec.cuda.step import Forwarded, StepShape
+from dovetail.kernels.backend import PlainDraws
 
 _SMALL = (1, 2, 4)
 _FINE, _FINE_TO, _COARSE = 8, 64, 32
@@ -103,24 +105,31 @@ class CudaGraphs:
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Forwarded]] = {}
 
     def record(
-        self, step: Callable[[StepShape], Forwarded], on_progress: Callable[[int, int], None]
+        self,
+        step: Callable[[StepShape], Forwarded],
+        step_alone: Callable[[StepShape], Forwarded],
+        on_progress: Callable[[int, int], None],
     ) -> None:
         """Record ``step`` for all tiers, the largest first: the others fit into its memory.
 
-        ``on_progress`` is told after each how many are done, and how many there are.
+        Args:
+            step: see ``CudaRunner.step``.
+            step_alone: the same, run before it is recorded; its memory is the step's.
+            on_progress: told after each how many are done, and how many there are.
         """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
         with no_collection():
             for shape in self._tiers.shapes:
-                step(shape)  # compiles, and allocates what is allocated once
+                step_alone(shape)  # compiles, and allocates what is allocated once
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(
                     graph, pool=pool, stream=stream, capture_error_mode="thread_local"
                 ):
                     forwarded = step(shape)
-                self._graphs[shape] = graph, forwarded
+                self._graphs[shape] = graph, _without_memory(forwarded)
+                del forwarded  # before the next one is recorded
                 on_progress(len(self._graphs), len(self._tiers.shapes))
 
     @property
@@ -153,6 +162,20 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _without_memory(forwarded: Forwarded) -> Forwarded:
+    """Return the same places, which the graphs that are recorded next may write to as well.
+
+    Logits of every tier beside each other would take gigabytes. What a graph leaves is read before
+    the next replay.
+    """
+    return Forwarded(
+        hidden_TM=view_of(forwarded.hidden_TM),
+        logits_RV=view_of(forwarded.logits_RV),
+        is_spoilt_T=view_of(forwarded.is_spoilt_T),
+        draws=PlainDraws(*map(view_of, forwarded.draws)),
+    )
 
 
 def _decode_shape(num_rows: int) -> StepShape:

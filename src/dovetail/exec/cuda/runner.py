@@ -16,6 +16,7 @@ from dovetail.attention.tiled import TiledAttention
 from dovetail.capture.direct import DirectRecorder
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.blocks import step_blocks
+from dovetail.exec.cuda.arena import PlainStepMemory, StepMemory
 from dovetail.exec.cuda.graphs import StepGraphs
 from dovetail.exec.cuda.pack import pack
 from dovetail.exec.cuda.shaped import ShapedDraws
@@ -60,6 +61,7 @@ class CudaRunner:
         kernels: Kernels,
         graphs: StepGraphs | None = None,
         shaped_graphs: ShapedGraphs | None = None,
+        memory: StepMemory | None = None,
     ) -> None:
         where, geometry = device.torch_device, config.model
         self._config = config
@@ -68,6 +70,7 @@ class CudaRunner:
         self._graphs = graphs
         self.blocks = step_blocks(config, device)
         self._shaped_graphs = shaped_graphs
+        self._memory = memory or PlainStepMemory()
         self._heads = (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim)
         self._tile_tokens = kernels.tile_tokens(geometry.num_heads // geometry.num_kv_heads)
         self._kv = KVStore(config, device)
@@ -99,17 +102,13 @@ class CudaRunner:
     @torch.inference_mode()
     def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
         """Gather the columns of the plan's read-outs into the payload block."""
-        block = DevicePayload(payload)
-        for readout, slices in layout.readouts:
-            self._tenants.check([readout.slot], [readout.generation])
-            slots = self._slots_of(readout.slot, readout.end)[readout.start :]
-            for column, item in slices.items():
-                block.put(item, self._rows_at(column, slots))
+        self._memory.run(self._gather, layout, DevicePayload(payload))
 
     def run(
         self, plan: StepPlan, layout: PayloadLayout, result: Tensor, payload: Tensor | None
     ) -> None:
         """See ``Runner``."""
+        self._memory.settle()
         self._tenants.apply(plan)
         self._unpacker.install(plan)
         if not len(plan.rows):  # read-outs alone
@@ -123,7 +122,7 @@ class CudaRunner:
             shape = self._graphs.padded(shape)
             forwarded = self._graphs.replay(shape)
         if forwarded is None:
-            forwarded = self.step(shape)
+            forwarded = self.step_alone(shape)
         is_shaped = self._tenants.are_shaped(plan)
         if is_shaped or payload is not None:
             self._report(plan, shape, forwarded, is_shaped, layout, result, payload)
@@ -139,6 +138,10 @@ class CudaRunner:
         forwarded = self._forward(shape)
         pack(self._inputs, self._slots, forwarded.draws, forwarded.is_spoilt_T, self.blocks)
         return forwarded
+
+    def step_alone(self, shape: StepShape) -> Forwarded:
+        """Run a step in the memory of steps, as no graph may; what it returns is the step's."""
+        return self._memory.run(self.step, shape)
 
     @torch.inference_mode()
     def _report(
@@ -157,9 +160,9 @@ class CudaRunner:
             draws = self._draw_shaped(shape, forwarded)
             pack(self._inputs, self._slots, draws, forwarded.is_spoilt_T, self.blocks)
         if payload is not None:
-            block = DevicePayload(payload)
-            self._pack_snapshot(plan, layout, block)
-            self._write_scores(plan, forwarded, draws, layout, block, result)
+            block, alone = DevicePayload(payload), self._memory.run
+            alone(self._pack_snapshot, plan, layout, block)
+            alone(self._write_scores, plan, forwarded, draws, layout, block, result)
 
     def _forward(self, shape: StepShape) -> Forwarded:
         """Forward what the inputs hold, and draw plainly for each row."""
@@ -202,14 +205,17 @@ class CudaRunner:
         """
         return self._shaped.draw(logits_RV)
 
+    def draw_alone(self, logits_RV: Tensor) -> PlainDraws:
+        """Draw shaped in the memory of steps, as no graph may."""
+        return self._memory.run(self.draw_shaped, logits_RV)
+
     @torch.inference_mode()
-    def rehearse(self) -> None:
-        """Run the largest step there can be, by itself, with all that may be asked of it.
+    def rehearse(self, num_tokens: int) -> None:
+        """Run a step of so many tokens and as many rows as there can be, with all they may ask for.
 
         Before the first packet, so all of it is padding: nothing that anybody reads is written.
-        What it takes of memory, no step takes more.
         """
-        num_rows, num_tokens = self._config.max_running, self._config.max_step_tokens
+        num_rows = self._config.max_running
         num_tiles = num_rows + -(-num_tokens // self._tile_tokens)
         forwarded = self.step(StepShape(num_rows, num_tokens, num_rows, num_tiles))
         draws = self._shaped.draw(forwarded.logits_RV)
@@ -219,7 +225,14 @@ class CudaRunner:
         draws = None
         if self._shaped_graphs is not None:
             draws = self._shaped_graphs.replay(shape)
-        return self.draw_shaped(forwarded.logits_RV) if draws is None else draws
+        return self.draw_alone(forwarded.logits_RV) if draws is None else draws
+
+    def _gather(self, layout: PayloadLayout, block: DevicePayload) -> None:
+        for readout, slices in layout.readouts:
+            self._tenants.check([readout.slot], [readout.generation])
+            slots = self._slots_of(readout.slot, readout.end)[readout.start :]
+            for column, item in slices.items():
+                block.put(item, self._rows_at(column, slots))
 
     def _works(self, shape: StepShape) -> list[WorkItems]:
         """Divide the work of attention: decode rows, and prompt chunks."""

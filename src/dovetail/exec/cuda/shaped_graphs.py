@@ -23,6 +23,7 @@ class ShapedGraphs:
     def record(
         self,
         draw: Callable[[Tensor], PlainDraws],
+        draw_alone: Callable[[Tensor], PlainDraws],
         forwards: Mapping[StepShape, Forwarded],
         on_progress: Callable[[int, int], None],
     ) -> None:
@@ -30,13 +31,14 @@ class ShapedGraphs:
 
         Args:
             draw: see ``ShapedDraws.draw``.
+            draw_alone: the same, run before it is recorded; its memory is the step's.
             forwards: what the recorded forwards leave, the largest first of each kind.
             on_progress: see ``CudaGraphs.record``.
         """
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
         with no_collection():
             for shape, forwarded in forwards.items():
-                draw(forwarded.logits_RV)  # compiles
+                draw_alone(forwarded.logits_RV)  # compiles
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(
