@@ -225,8 +225,8 @@ REPORTS = LogprobParams(logprob_start_len=0, top_logprobs_num=20, sampling_mask=
 
 
 SLACK = 2**28
-"""What may be missing of the tenth that stays free: a work space of cuBLAS for the loop's thread (32
-MiB), small blocks, and the code of kernels, which CUDA loads when they first run."""
+"""What may be missing of the tenth that stays free: 32 MiB of cuBLAS for the loop's thread, small
+blocks, and the code of kernels, which CUDA loads when they first run."""
 
 
 @contextlib.contextmanager

@@ -8,7 +8,12 @@ import os
 import msgspec
 
 from dovetail.config.capture import ColumnSpec, checked_capture, column_specs
-from dovetail.config.gpu import Gpu, check_gpu_limits
+from dovetail.config.gpu import (
+    Gpu,
+    check_gpu_limits,
+    default_chunk_size,
+    default_max_running,
+)
 from dovetail.config.hub import locate_model
 from dovetail.config.model import ModelConfig
 from dovetail.config.payload import readout_bytes, sample_score_bytes
@@ -28,6 +33,9 @@ from dovetail.wire.typed import field_and_message
 
 MAX_CHUNK_SIZE = 2**20
 """Buffers hold a whole chunk, whether or not one ever comes."""
+
+DEFAULT_MAX_RUNNING_ON_CPU = 128
+DEFAULT_CHUNK_SIZE_ON_CPU = 512
 
 MAX_READOUT_BYTES = 2**22
 """Kept free for read-outs: what a step copies for one request, the others wait for."""
@@ -53,19 +61,20 @@ def resolve(options: EngineOptions, gpu: Gpu | None = None) -> EngineConfig:
     context_len = _decide_context_len(options, model, reasons)
     capture = checked_capture(options.capture, model)
     memory_fraction = _decide_memory_fraction(options, device, reasons)
+    max_running = _decide_max_running(options, device, gpu, model, reasons)
     pool = PoolShape(
         page_size=options.page_size,
         page_bytes=kv_page_bytes(model, dtype=dtype, page_size=options.page_size, capture=capture),
         context_len=context_len,
-        max_running=options.max_running,
+        max_running=max_running,
     )
     num_pages = _decide_num_pages(options, device, memory_fraction, pool, reasons)
     depth = 1 if options.depth is None else options.depth
     reasons["depth"] = "default: overlap" if options.depth is None else "given"
-    chunk_size = _decide_chunk_size(options, context_len, reasons)
+    chunk_size = _decide_chunk_size(options, device, gpu, context_len, reasons)
     reasons["max_step_tokens"] = "chunk_size + max_running: a chunk beside a full decode batch"
     for name in (
-        "page_size", "max_running", "max_queued", "policy", "prefix_cache", "capture",
+        "page_size", "max_queued", "policy", "prefix_cache", "capture",
         "lanes", "load_format", "graphs",
     ):  # fmt: skip
         reasons[name] = _given(options, name)
@@ -79,12 +88,12 @@ def resolve(options: EngineOptions, gpu: Gpu | None = None) -> EngineConfig:
         memory_fraction=memory_fraction,
         num_pages=num_pages,
         context_len=context_len,
-        max_running=options.max_running,
+        max_running=max_running,
         max_queued=options.max_queued,
         chunk_size=chunk_size,
-        max_step_tokens=chunk_size + options.max_running,
+        max_step_tokens=chunk_size + max_running,
         max_payload_bytes=_decide_payload_bytes(
-            options, context_len, column_specs(model, capture), reasons
+            max_running, context_len, column_specs(model, capture), reasons
         ),
         policy=options.policy,
         prefix_cache=options.prefix_cache,
@@ -135,14 +144,11 @@ def _check_ranges(options: EngineOptions) -> None:
         value = getattr(options, name)
         if value is not None and not low <= value <= high:
             raise ConfigError(name, f"is {value}; the legal range is {low} to {high}")
-    if options.chunk_size != -1 and options.chunk_size < 1:
-        raise ConfigError(
-            "chunk_size", f"is {options.chunk_size}; give at least 1, or -1 for no limit"
-        )
-    if options.chunk_size > MAX_CHUNK_SIZE:
-        raise ConfigError(
-            "chunk_size", f"is {options.chunk_size}; give at most {MAX_CHUNK_SIZE}, or -1"
-        )
+    chunk_size = 1 if options.chunk_size is None else options.chunk_size
+    if chunk_size != -1 and chunk_size < 1:
+        raise ConfigError("chunk_size", f"is {chunk_size}; give at least 1, or -1 for no limit")
+    if chunk_size > MAX_CHUNK_SIZE:
+        raise ConfigError("chunk_size", f"is {chunk_size}; give at most {MAX_CHUNK_SIZE}, or -1")
 
 
 def _decide_device(
@@ -227,9 +233,38 @@ def _decide_windowed_context_len(
     return options.context_len
 
 
-def _decide_chunk_size(options: EngineOptions, context_len: int, reasons: dict[str, str]) -> int:
+def _decide_max_running(
+    options: EngineOptions,
+    device: DeviceName,
+    gpu: Gpu | None,
+    model: ModelConfig,
+    reasons: dict[str, str],
+) -> int:
+    if options.max_running is not None:
+        reasons["max_running"] = "given"
+        return options.max_running
+    if device == "cuda":
+        max_running, reasons["max_running"] = default_max_running(gpu, model.vocab_size)
+        return max_running
+    reasons["max_running"] = "default on a CPU"
+    return DEFAULT_MAX_RUNNING_ON_CPU
+
+
+def _decide_chunk_size(
+    options: EngineOptions,
+    device: DeviceName,
+    gpu: Gpu | None,
+    context_len: int,
+    reasons: dict[str, str],
+) -> int:
+    if options.chunk_size is None:
+        if device == "cuda":
+            chunk_size, reasons["chunk_size"] = default_chunk_size(gpu)
+            return chunk_size
+        reasons["chunk_size"] = "default on a CPU"
+        return DEFAULT_CHUNK_SIZE_ON_CPU
     if options.chunk_size != -1:
-        reasons["chunk_size"] = _given(options, "chunk_size")
+        reasons["chunk_size"] = "given"
         return options.chunk_size
     if context_len > MAX_CHUNK_SIZE:
         reasons["chunk_size"] = "given as -1: the largest chunk, which is less than a context"
@@ -239,7 +274,7 @@ def _decide_chunk_size(options: EngineOptions, context_len: int, reasons: dict[s
 
 
 def _decide_payload_bytes(
-    options: EngineOptions,
+    max_running: int,
     context_len: int,
     columns: dict[str, ColumnSpec],
     reasons: dict[str, str],
@@ -249,7 +284,7 @@ def _decide_payload_bytes(
         "leave in pieces), and top logprobs for max_running rows"
     )
     readouts = min(readout_bytes(context_len, columns.values()), MAX_READOUT_BYTES)
-    return 2**22 + readouts + sample_score_bytes(options.max_running)
+    return 2**22 + readouts + sample_score_bytes(max_running)
 
 
 def _decide_num_threads(options: EngineOptions, model: ModelConfig, reasons: dict[str, str]) -> int:

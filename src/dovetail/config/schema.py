@@ -43,10 +43,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             unless the pool's size is given). Not beside ``kv_memory`` or ``num_pages``.
         num_pages: the KV pool in pages; wins over ``kv_memory``.
         context_len: most tokens of prompt and output together; None is the model's.
-        max_running: most sequences that run at once.
+        max_running: most sequences that run at once; None is 128 on a CPU, and 512 on a GPU or
+            fewer where drawing for so many would take much of its memory.
         max_queued: most sequences that wait beside those that run, in an engine that is served;
             who comes when it is full is told to come again. ``dovetail.Engine`` queues all it gets.
-        chunk_size: most prompt tokens forwarded in a step, up to 1048576; -1 is no limit.
+        chunk_size: most prompt tokens forwarded in a step, up to 1048576; -1 is no limit. None is
+            512 on a CPU, and 8192 on a GPU or 2048 on one with less than 40 GiB.
         policy: who of the waiting starts first: ``fcfs`` (first come, first served),
             ``priority`` (higher first), ``longest-prefix`` (most of its prompt cached first).
         prefix_cache: share computed prefixes between requests.
@@ -68,9 +70,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory_fraction: float | None = None
     num_pages: int | None = None
     context_len: int | None = None
-    max_running: int = 128
+    max_running: int | None = None
     max_queued: int = 4096
-    chunk_size: int = 512
+    chunk_size: int | None = None
     policy: PolicyName = "fcfs"
     prefix_cache: bool = True
     capture: tuple[str, ...] = ()

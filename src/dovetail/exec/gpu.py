@@ -23,4 +23,5 @@ def find_gpu() -> Gpu | None:
         problem = f"its compute capability is {found}, and the kernels need {least}"
     elif find_spec("triton") is None:
         problem = "its kernels need the package triton"
-    return Gpu(name=name, problem=problem)
+    memory_bytes = torch.cuda.get_device_properties(0).total_memory
+    return Gpu(name=name, memory_bytes=memory_bytes, problem=problem)

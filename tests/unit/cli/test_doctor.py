@@ -97,6 +97,8 @@ def test_memory_that_cannot_be_mapped_says_what_to_do() -> None:
 
 def test_kernels_are_named_by_operation() -> None:
     assert "all else: torch" in doctor._kernels(None).detail
-    old = Gpu(name="Old", problem="it is old")
+    old = Gpu(name="Old", memory_bytes=2**33, problem="it is old")
     assert doctor._kernels(old) == doctor._kernels(None)
-    assert "fused_moe: triton" in doctor._kernels(Gpu(name="NVIDIA H200")).detail
+    assert (
+        "fused_moe: triton" in doctor._kernels(Gpu(name="NVIDIA H200", memory_bytes=2**37)).detail
+    )

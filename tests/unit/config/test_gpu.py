@@ -11,7 +11,7 @@ from dovetail.config.resolve import options_from, resolve, with_measured_pool
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import ConfigError
 
-H200 = Gpu(name="NVIDIA H200")
+H200 = Gpu(name="NVIDIA H200", memory_bytes=140 * 2**30)
 GIB = 2**30
 SHAPE = PoolShape(page_size=16, page_bytes=2**20, context_len=1600, max_running=8)
 
@@ -63,7 +63,11 @@ def test_a_gpu_that_runs_the_model_is_taken(folder: Path) -> None:
     ("gpu", "options", "words"),
     [
         (None, {}, "no NVIDIA GPU answers"),
-        (Gpu(name="Old", problem="it is old"), {}, "not the Old, because it is old"),
+        (
+            Gpu(name="Old", memory_bytes=2**33, problem="it is old"),
+            {},
+            "not the Old, because it is old",
+        ),
         (H200, {"page_size": 12}, "not the NVIDIA H200, because page_size is 12"),
         (H200, {"max_running": 5000}, "because max_running is 5000"),
         (H200, {"lanes": "threaded"}, "because lanes are CUDA streams"),
@@ -87,6 +91,44 @@ def test_what_is_given_is_taken_or_refused(folder: Path) -> None:
     assert error_of(folder, device="cuda", page_size=12).field == "page_size"
     old = error_of(folder, Gpu(name="Old", problem="it is old"), device="cuda")
     assert (old.field, old.message) == ("device", "cannot be the Old, because it is old")
+
+
+# -- how much at once -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gib", "vocab_size", "max_running", "chunk_size"),
+    [
+        (140, 151_936, 512, 8192),
+        (80, 128_256, 512, 8192),
+        (80, 262_144, 320, 8192),
+        (24, 128_256, 192, 2048),
+        (8, 151_936, 128, 2048),
+        (8, 100, 512, 2048),
+    ],
+)
+def test_how_much_runs_at_once_follows_from_the_gpu(
+    folder: Path, gib: int, vocab_size: int, max_running: int, chunk_size: int
+) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": vocab_size}))
+    config = decide(folder, Gpu(name="one", memory_bytes=gib * GIB))
+    assert (config.max_running, config.chunk_size) == (max_running, chunk_size)
+    assert config.max_step_tokens == max_running + chunk_size
+    assert config.reasons["max_running"].startswith("default on a GPU")
+    assert ("fewer" in config.reasons["max_running"]) == (max_running < 512)
+    assert config.reasons["chunk_size"].startswith("default on a GPU")
+
+
+def test_the_host_runs_less_at_once_and_who_is_given_numbers_keeps_them(folder: Path) -> None:
+    config = decide(folder, None)
+    assert (config.max_running, config.chunk_size) == (128, 512)
+    assert config.reasons["max_running"] == config.reasons["chunk_size"] == "default on a CPU"
+    config = decide(folder, max_running=3, chunk_size=5)
+    assert (config.max_running, config.chunk_size) == (3, 5)
+    assert config.reasons["max_running"] == config.reasons["chunk_size"] == "given"
+    assert decide(folder, chunk_size=-1).chunk_size == 1600
+    assert decide(folder, None, device="cuda").max_running == 512
 
 
 # -- the pool ---------------------------------------------------------------------------------
@@ -152,7 +194,7 @@ def test_too_small_a_share_is_refused_with_the_numbers(weights: int, advice: str
 
 
 def test_a_measured_pool_replaces_the_least_one(folder: Path) -> None:
-    config = decide(folder, memory_fraction=0.5)
+    config = decide(folder, memory_fraction=0.5, max_running=128)
     use = MemoryUse(total=GIB, weights=2**20, step=2**20, others=2**20)
     sized = with_measured_pool(config, use)
     assert sized.num_pages == 128 * 100 and sized.reasons["num_pages"].startswith("max_running")
