@@ -1,5 +1,6 @@
 """What every benchmark line says about the run: machine, rates, versions, commit, command."""
 
+import json
 import os
 import platform
 import subprocess
@@ -31,6 +32,16 @@ def describe_run(argv: Sequence[str], *packages: str) -> dict[str, object]:
         "commit": commit(),
         "command": "python " + " ".join(argv),
     }
+
+
+def write_newest(path: Path, line: dict[str, object], *, of: Sequence[str]) -> None:
+    """Add a line to a file of them, in the place of those that are alike in the fields ``of``."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    older = [json.loads(old) for old in lines]
+    kept = [old for old in older if any(old.get(name) != line[name] for name in of)]
+    whole = path.with_name(f"{path.name}.new")
+    whole.write_text("".join(json.dumps(each) + "\n" for each in [*kept, line]))
+    whole.replace(path)
 
 
 def cpu_name() -> str:

@@ -42,7 +42,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--max-running", default=_UNSET, type=int, metavar="N",
-        help="most sequences that run at once (default: 128, on a GPU up to 512)",
+        help="most sequences that run at once (default: 128; GPU: up to 512)",
     )  # fmt: skip
     group.add_argument(
         "--max-queued", default=_UNSET, type=int, metavar="N",
@@ -50,7 +50,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--chunk-size", default=_UNSET, type=int, metavar="TOKENS",
-        help="most prompt tokens forwarded in a step, -1 for no limit (default: 512, on a GPU 8192)",
+        help="most prompt tokens forwarded in a step, -1 for no limit (default: 512; GPU: 8192)",
     )  # fmt: skip
     group.add_argument(
         "--policy", default=_UNSET, choices=get_args(PolicyName),
@@ -118,7 +118,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "for --prompts: what a line leaves open")
     group.add_argument(
         "--max-new-tokens", default=_UNSET, type=int, metavar="N",
-        help="most tokens to generate (default: 128, on a GPU up to 512)",
+        help="most tokens to generate (default: 128; GPU: up to 512)",
     )  # fmt: skip
     group.add_argument(
         "--temperature", default=_UNSET, type=float, metavar="T",
