@@ -2,9 +2,10 @@
 
     python -m tests.device.races healthy --depth 2
     python -m tests.device.races MUTANT
+    python -m tests.device.races        # plays what lines of JSON on its standard input ask for
 
-Prints one JSON line. A process plays one mutant, for some of them end in an illegal access, after
-which a process has no GPU any more; and one allocator, which PyTorch chooses when it starts.
+Prints a JSON line for each. A process has one allocator, which PyTorch chooses when it starts. Some
+mutants end in an illegal access, after which a process has no GPU any more, so it ends.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +112,7 @@ MUTANTS = {
     "readout_is_an_unseen_view": Mutant(mutants.readout_is_an_unseen_view, READOUT),
     "tenant_not_sent": Mutant(mutants.tenant_not_sent, STALE, audited=False),
     "released_in_flight": Mutant(mutants.released_in_flight, FREED, STALE),
-    "released_in_flight, not audited": Mutant(mutants.released_in_flight, STALE, audited=False),
+    "released_in_flight-unaudited": Mutant(mutants.released_in_flight, STALE, audited=False),
     "stale_handle_accepted": Mutant(
         gpu_mutants.stale_handle_accepted,
         f"{TOKENS}|{READOUT}",
@@ -179,56 +181,94 @@ def stamp_play(*, depth: int) -> Play:
     return play_one
 
 
-def catches(play_one: Play, seeds: range) -> Iterator[str | None]:
-    """Yield how each seed went; after a fault of the GPU there is nothing left to play on."""
+def catches(play_one: Play, seeds: range, *, until: str) -> Iterator[str | None]:
+    """Yield how each seed went, until one went so.
+
+    After a fault of the GPU there is nothing left to play on.
+    """
     for seed in seeds:
         found = play_one(seed)
         yield found
-        if found is not None and re.match(FAULT, found):
+        if found is not None and re.match(f"{until}|{FAULT}" if until else FAULT, found):
             return
 
 
-def play_of(name: str, folder: Path, *, depth: int, audited: bool, graphs: bool) -> Play:
-    """Return the play of a model."""
-    if name == "stamp":
-        return stamp_play(depth=depth)
-    made = MAKERS[name](folder / name)
-    model = Model(name, made, oracle=partial(Oracle, made))
-    return scenario_play(model, depth=depth, audited=audited, graphs=graphs)
+class Stage:
+    """Plays mutants, one after another, on models that it makes once, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[str, Model] = {}
+        self._backend = torch.cuda.memory.get_allocator_backend()
+        self._graphs = self._backend != "cudaMallocAsync"  # with which they are refused
+
+    def run(
+        self, name: str, *, depth: int = 1, num_seeds: int = 6, until_caught: bool = False
+    ) -> dict[str, object]:
+        """Play ``healthy`` on all models, or a mutant on its own, and return what was seen.
+
+        ``until_caught`` leaves out the seeds after the first that catches it as it should be.
+        """
+        started, mutant = time.perf_counter(), MUTANTS.get(name)
+        models = [*MAKERS, "stamp"] if mutant is None else [mutant.model]
+        audited = mutant is None or mutant.audited
+        until = mutant.caught_by if mutant is not None and until_caught else ""
+        found: dict[str, list[str | None]] = {}
+        with MonkeyPatch.context() as patch:
+            if mutant is not None and mutant.mutate is not None:
+                mutant.mutate(patch)
+            for model in models:
+                play_one = self._play_of(model, depth=depth, audited=audited)
+                seen = catches(play_one, range(num_seeds), until=until)
+                found[model] = list(seen)
+        return {
+            "mutant": name,
+            "depth": depth,
+            "allocator": os.environ.get("PYTORCH_ALLOC_CONF", "default"),
+            "backend": self._backend,
+            "graphs": self._graphs,
+            "found": found,
+            "has_gpu": _has_gpu(),
+            "seconds": round(time.perf_counter() - started, 2),
+        }
+
+    def _play_of(self, name: str, *, depth: int, audited: bool) -> Play:
+        if name == "stamp":
+            return stamp_play(depth=depth)
+        if name not in self._models:
+            made = MAKERS[name](self._folder / name)
+            self._models[name] = Model(name, made, oracle=partial(Oracle, made))
+        model = self._models[name]
+        return scenario_play(model, depth=depth, audited=audited, graphs=self._graphs)
 
 
-def run(name: str, *, depth: int, seeds: range) -> dict[str, object]:
-    """Play ``healthy`` on all models, or a mutant on its own, and return what was seen."""
-    mutant = MUTANTS.get(name)
-    models = [*MAKERS, "stamp"] if mutant is None else [mutant.model]
-    found: dict[str, list[str | None]] = {}
-    backend = torch.cuda.memory.get_allocator_backend()
-    graphs = backend != "cudaMallocAsync"  # with which they are refused
-    with tempfile.TemporaryDirectory() as folder, MonkeyPatch.context() as patch:
-        if mutant is not None and mutant.mutate is not None:
-            mutant.mutate(patch)
-        for model in models:
-            audited = mutant is None or mutant.audited
-            play_one = play_of(model, Path(folder), depth=depth, audited=audited, graphs=graphs)
-            found[model] = list(catches(play_one, seeds))
-    return {
-        "mutant": name,
-        "depth": depth,
-        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", "default"),
-        "backend": backend,
-        "graphs": graphs,
-        "found": found,
-    }
+def _has_gpu() -> bool:
+    """Return whether the GPU still answers this process."""
+    try:
+        torch.cuda.synchronize()
+    except torch.AcceleratorError:
+        return False
+    return True
 
 
 def main() -> None:
     """Play and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=["healthy", *MUTANTS])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", choices=["healthy", *MUTANTS])
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=6)
     args = parser.parse_args()
-    print(json.dumps(run(args.name, depth=args.depth, seeds=range(args.seeds))))
+    with tempfile.TemporaryDirectory() as folder:
+        stage = Stage(Path(folder))
+        if args.name is not None:
+            print(json.dumps(stage.run(args.name, depth=args.depth, num_seeds=args.seeds)))
+        for asked in sys.stdin if args.name is None else ():
+            line = stage.run(**json.loads(asked))
+            print(json.dumps(line), flush=True)
+            if not line["has_gpu"]:
+                break
     sys.stdout.flush()
     os._exit(0)  # a GPU that has failed would complain at each destructor
 

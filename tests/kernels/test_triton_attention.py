@@ -192,7 +192,7 @@ def test_items_cover_the_keys_of_each_tile_once(tiles, num_extra, min_blocks, wi
 
 # -- on the GPU -------------------------------------------------------------------------------
 
-SHAPES = {"0.6b": (16, 8, 128), "30b-a3b": (32, 4, 128), "small heads": (8, 2, 64)}
+SHAPES = {"0.6b": (16, 8, 128), "30b-a3b": (32, 4, 128), "small-heads": (8, 2, 64)}
 
 
 def gpu_step(shape: str, rows: list[Row], page_size: int = 16, num_padding: int = 0) -> Step:

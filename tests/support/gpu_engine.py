@@ -19,7 +19,7 @@ from dovetail.weights.load import load_weights
 from tests.support.harness import Harness, make_config
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def load_on_gpu(folder: Path, dtype: str) -> DecoderLM:
     """Load a model once for all tests; nobody writes its weights."""
     where = torch.device("cuda")
