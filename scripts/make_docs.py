@@ -1,4 +1,6 @@
-"""Write the generated pages of docs: config.md of the options, server-errors.md of a tests' table.
+"""Write the generated pages of docs.
+
+config.md of the options, server-errors.md of a tests' table, performance.md of benchmarks' results.
 
 python scripts/make_docs.py            # write
 python scripts/make_docs.py --check    # exit code 1 if a file is not what would be written
@@ -17,10 +19,12 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from dovetail.cli.options import add_engine_flags  # noqa: E402
 from dovetail.config.schema import EngineOptions  # noqa: E402
+from scripts.performance_page import performance_page  # noqa: E402
 from tests.support.bad_requests import BAD_REQUESTS, BadRequest  # noqa: E402
 
 CONFIG_PAGE = ROOT / "docs" / "config.md"
 ERRORS_PAGE = ROOT / "docs" / "server-errors.md"
+PERFORMANCE_PAGE = ROOT / "docs" / "performance.md"
 
 HEAD = """\
 <!-- Made by scripts/make_docs.py from src/dovetail/config/schema.py; change that, then run it. -->
@@ -136,7 +140,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; compare")
     args = parser.parse_args()
     stale = False
-    for page, text in ((CONFIG_PAGE, config_page()), (ERRORS_PAGE, errors_page())):
+    pages = {
+        CONFIG_PAGE: config_page(),
+        ERRORS_PAGE: errors_page(),
+        PERFORMANCE_PAGE: performance_page(),
+    }
+    for page, text in pages.items():
         if not args.check:
             page.write_text(text, encoding="utf-8")
         elif page.read_text(encoding="utf-8") != text:

@@ -2,19 +2,27 @@
 
 import inspect
 
+import pytest
+
 from dovetail.config.schema import EngineOptions
 from scripts.make_docs import (
     CONFIG_PAGE,
     ERRORS_PAGE,
+    PERFORMANCE_PAGE,
     attributes,
     config_page,
     errors_page,
     flags_of_options,
 )
+from scripts.performance_page import filled, performance_page
 
 
 def test_the_committed_pages_are_not_stale() -> None:
-    for page, text in ((CONFIG_PAGE, config_page()), (ERRORS_PAGE, errors_page())):
+    for page, text in (
+        (CONFIG_PAGE, config_page()),
+        (ERRORS_PAGE, errors_page()),
+        (PERFORMANCE_PAGE, performance_page()),
+    ):
         assert page.read_text(encoding="utf-8") == text, "run python scripts/make_docs.py"
 
 
@@ -31,3 +39,33 @@ def test_a_description_may_take_several_lines() -> None:
 
 def test_every_option_but_those_of_tests_has_a_flag() -> None:
     assert set(EngineOptions.__struct_fields__) - set(flags_of_options()) == {"lanes"}
+
+
+# -- figures in docs/performance.md -------------------------------------------------------------
+
+
+def line_of(work: str, batch: int, value: float, best_peer: float | None) -> dict:
+    rates = {"copy_GB_per_s": 4230.0, "gemm_TFLOP_per_s": 708.0}
+    return {
+        "shape": "big", "work": work, "batch": batch, "value": value, "unit": "ms", "floor": 2.0,
+        "best_peer": best_peer, "rates": rates,
+    }  # fmt: skip
+
+
+def test_figures_are_filled_in_beside_what_is_said_of_them() -> None:
+    text = "| {{big b 1}} | why |\n| {{big b 32}} | so |\n| {{big c 16}} | |\n{{summary big}}"
+    works = [line_of("b", 1, 3.0, 4.0), line_of("b", 32, 5.0, 4.0)]
+    assert filled(text, works=works, steps=[], capture=[]) == (
+        "| b, 1 row | 3.00 ms | 4.00 | 0.75 | 2.00 | 1.50 | why |\n"
+        "| b, 32 rows | 5.00 ms | 4.00 | 1.25 | 2.00 | 2.50 | so |\n"
+        "| c | not measured | | | |  | |\n"
+        "Slower than the best other: b at 32. The machine's own rates in these runs: "
+        "copies 4.23 TB/s, products 708 TFLOP/s."
+    )
+
+
+def test_a_figure_of_which_nothing_is_said_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no row for big c 16"):
+        filled("| {{big b 1}} |", works=[line_of("c", 16, 3.0, None)], steps=[], capture=[])
+    with pytest.raises(ValueError, match="nothing is known of summary small"):
+        filled("{{summary small}}", works=[], steps=[], capture=[])
