@@ -168,4 +168,7 @@ def step_memory(device: torch.device) -> StepMemory:
     """Return the memory of a GPU's steps."""
     if torch.cuda.memory.get_allocator_backend() != "native":
         return PlainStepMemory()  # cudaMallocAsync maps pages as it needs them, and has no segments
+    stats = torch.cuda.memory.memory_stats_as_nested_dict(device)
+    if stats.get("max_split_size", -1) > 0:
+        return PlainStepMemory()  # somebody has asked that large segments are not cut
     return StepArena(CudaSegments(device))
