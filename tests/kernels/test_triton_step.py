@@ -13,6 +13,7 @@ import torch
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
 from dovetail.exec.cuda.graphs import Tiers, decode_tiers, token_tiers
+from dovetail.exec.cuda.profile import rehearsed_sizes
 from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.cuda.shaped import ShapedDraws
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors
@@ -281,7 +282,7 @@ def test_a_step_that_no_graph_holds_is_run_by_itself(
 def test_before_the_first_step_no_transfer_block_is_used(
     tiny_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest step by itself, and what is recorded, read padding that lies on the device.
+    """Steps that are tried out, and what is recorded, read padding that lies on the device.
 
     So they need no fence; the first step takes a block, as every step does.
     """
@@ -298,7 +299,8 @@ def test_before_the_first_step_no_transfer_block_is_used(
     )
     runner = harness.executor._runner
     slots = [tensor.clone() for tensor in runner._slots.tensors]
-    runner.rehearse()
+    for num_tokens in rehearsed_sizes(harness.config):
+        runner.rehearse(num_tokens)
     for shape in Tiers(max_rows=5, max_tokens=13, tile_tokens=RefKernels().tile_tokens(3)).shapes:
         runner.step(shape)
     assert not taken

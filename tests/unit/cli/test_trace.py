@@ -41,7 +41,9 @@ def test_a_trace_has_every_call_and_work_of_its_steps(tmp_path: Path, capsys) ->
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("gpu", "device"), [(None, "cpu"), (Gpu(name="NVIDIA H200"), "cuda")])
+@pytest.mark.parametrize(
+    ("gpu", "device"), [(None, "cpu"), (Gpu(name="NVIDIA H200", memory_bytes=2**37), "cuda")]
+)
 def test_lanes_are_those_of_the_device_that_an_engine_takes(
     gpu: Gpu | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

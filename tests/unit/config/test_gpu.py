@@ -89,7 +89,7 @@ def test_what_is_given_is_taken_or_refused(folder: Path) -> None:
     assert decide(folder, device="cpu").reasons["device"] == "given"
     assert decide(folder, None, device="cuda").device == "cuda"
     assert error_of(folder, device="cuda", page_size=12).field == "page_size"
-    old = error_of(folder, Gpu(name="Old", problem="it is old"), device="cuda")
+    old = error_of(folder, Gpu(name="Old", memory_bytes=2**33, problem="it is old"), device="cuda")
     assert (old.field, old.message) == ("device", "cannot be the Old, because it is old")
 
 
