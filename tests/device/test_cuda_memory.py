@@ -267,6 +267,8 @@ def test_sizes_that_differ_from_step_to_step_take_no_more(billion) -> None:
     free_bytes()
     plain = SamplingParams(max_new_tokens=4, ignore_eos=True)
     cut = SamplingParams(max_new_tokens=3, top_p=0.9, ignore_eos=True)
+    scores = LogprobParams(logprob_start_len=0, top_logprobs_num=5)
+    kinds = ((plain, None), (plain, scores), (cut, None), (SHAPED, None), (SHAPED, REPORTS))
     with Engine(**billion, memory_fraction=0.9, max_running=256, chunk_size=8192) as engine:
         arena, seen = engine.port.loop.executor._runner._memory, []
         with least_free() as least:
@@ -277,8 +279,8 @@ def test_sizes_that_differ_from_step_to_step_take_no_more(billion) -> None:
                     [(7 * i + j) % 10_000 for j in range(rng.randint(1, longest))]
                     for i in range(num_prompts)
                 ]
-                reports = rng.choice((None, None, REPORTS))
-                engine.generate(prompts, rng.choice((plain, cut, SHAPED)), logprobs=reports)
+                sampling, reports = rng.choice(kinds)
+                engine.generate(prompts, sampling, logprobs=reports)
                 seen.append(round(torch.cuda.mem_get_info(GPU)[0] / 2**30, 3))
     print(f"arena of {arena.num_bytes / 2**30:.2f} GiB, {arena.num_overflows} overflows")
     print(f"free after each turn: {seen}; least {least[0] / 2**30:.3f}")
