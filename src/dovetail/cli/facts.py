@@ -10,6 +10,7 @@ import torch
 from dovetail.config.pool import BYTES_PER_ELEMENT, kv_page_bytes
 from dovetail.config.schema import EngineConfig
 from dovetail.dist.comm import LocalComm
+from dovetail.exec.cuda.arena import PlainStepMemory, StepMemory, step_memory
 from dovetail.exec.cuda.driver import tagged_memory
 from dovetail.exec.memory import TaggedMemory, host_memory
 from dovetail.kernels.choices import kernel_choices
@@ -64,7 +65,14 @@ def device_means(config: EngineConfig) -> list[dict[str, str]]:
         for choice in kernel_choices(config.device)
     ]
     memory: TaggedMemory = host_memory()
+    steps: StepMemory = PlainStepMemory("the device is the host")
     if config.device == "cuda" and torch.cuda.is_available():
-        memory = tagged_memory(torch.device("cuda", 0))
+        gpu = torch.device("cuda", 0)
+        memory, steps = tagged_memory(gpu), step_memory(gpu)
+        if config.memory_fraction is None:
+            steps = PlainStepMemory("the pool's size is given, so nothing is measured")
     by = "mapped" if memory.can_unmap else "torch"
-    return [*means, {"what": "memory of weights and KV", "by": by, "reason": memory.reason}]
+    means.append({"what": "memory of weights and KV", "by": by, "reason": memory.reason})
+    by = "one segment" if steps.is_reserved else "torch"
+    means.append({"what": "memory of a step", "by": by, "reason": steps.reason})
+    return means

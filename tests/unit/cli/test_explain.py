@@ -35,6 +35,7 @@ def test_json_has_every_value_with_its_reason(capsys: Capture) -> None:
         "layers, one token in float32": "numpy",
         "all else": "torch",
         "memory of weights and KV": "torch",
+        "memory of a step": "torch",
     }
 
 
@@ -101,4 +102,4 @@ def test_on_a_gpu_each_operation_is_named_with_its_reason() -> None:
     config = resolve(options_from({"device": "cuda"}))
     means = {row["what"]: row for row in device_means(config)}
     assert means["fused_moe"]["by"] == "triton" and means["fused_moe"]["reason"]
-    assert len(means) == len(kernel_choices("cuda")) + 1
+    assert len(means) == len(kernel_choices("cuda")) + 2

@@ -22,7 +22,15 @@ T = TypeVar("T")
 
 
 class StepMemory(Protocol):
-    """Where a step's tensors lie. Compute lane only."""
+    """Where a step's tensors lie. Compute lane only.
+
+    Attributes:
+        is_reserved: whether ``fit`` reserves anything.
+        reason: why it does, or does not.
+    """
+
+    is_reserved: bool
+    reason: str
 
     def run(self, fn: Callable[..., T], *args: object) -> T:
         """Return ``fn(*args)``, whose allocations come from here.
@@ -46,6 +54,11 @@ class StepMemory(Protocol):
 
 class PlainStepMemory:
     """What PyTorch's allocator gives, without a reserve; a ``StepMemory``."""
+
+    is_reserved = False
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
     def run(self, fn: Callable[..., T], *args: object) -> T:
         """See ``StepMemory``."""
@@ -86,6 +99,9 @@ class StepArena:
         num_bytes: of the segment; 0 before ``fit``, when segments come and stay as they are needed.
         num_overflows: how many steps needed more, which was given back behind them.
     """
+
+    is_reserved = True
+    reason = "steps differ in size, and would break up the memory that they share"
 
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
@@ -166,9 +182,10 @@ class CudaSegments:
 
 def step_memory(device: torch.device) -> StepMemory:
     """Return the memory of a GPU's steps."""
-    if torch.cuda.memory.get_allocator_backend() != "native":
-        return PlainStepMemory()  # cudaMallocAsync maps pages as it needs them, and has no segments
+    backend = torch.cuda.memory.get_allocator_backend()
+    if backend != "native":
+        return PlainStepMemory(f"PyTorch's allocator is {backend}, which has no segments")
     stats = torch.cuda.memory.memory_stats_as_nested_dict(device)
     if stats.get("max_split_size", -1) > 0:
-        return PlainStepMemory()  # somebody has asked that large segments are not cut
+        return PlainStepMemory("PYTORCH_ALLOC_CONF asks that large segments are not cut")
     return StepArena(CudaSegments(device))

@@ -70,7 +70,7 @@ class CudaRunner:
         self._graphs = graphs
         self.blocks = step_blocks(config, device)
         self._shaped_graphs = shaped_graphs
-        self._memory = memory or PlainStepMemory()
+        self._memory = memory or PlainStepMemory("nobody asked for a reserve")
         self._heads = (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim)
         self._tile_tokens = kernels.tile_tokens(geometry.num_heads // geometry.num_kv_heads)
         self._kv = KVStore(config, device)
