@@ -1,74 +1,208 @@
 """What the capture of expert rows costs on one GPU.
 
     python -m benchmarks.gpu_capture 30b-a3b --out capture.jsonl
+    python -m benchmarks.gpu_capture 30b-a3b --works b --steps-b 272 --out capture.jsonl
     python -m benchmarks.gpu_capture --snapshot --out capture.jsonl
 
 1. Works a and b of ``benchmarks.gpu`` with capture off, and on with all rows returned, in turn in
-   one process, on one set of weights: the ratio of their times, with a bootstrap interval. Of work
-   a the first ``--requests`` requests, outputs cut to ``--cut`` tokens; work b is a batch of 256.
+   one process: the ratio of their times, with a bootstrap interval. Work b is a batch of 256 rows
+   of ``--steps-b`` tokens; 272 is the longer leg of ``benchmarks.gpu``. Both engines use one set of
+   weights and one pool of keys and values, for they never run at once; so neither is short of
+   pages. Beside each ratio stand the steps of both, how many held read-outs, how many nothing else,
+   the bytes read, the milliseconds from the last forward's result to the answer, and host
+   microseconds a step.
 2. ``--snapshot``: packing a step's rows (256 tokens, 40 layers, 8 of int32, with their places:
-   329,728 bytes) into the step's block, beside its copy to the host.
+   329,728 bytes) into the step's block, beside its copy to the host and a copy on the device; and
+   the read-out of as many rows by page table. On a stream, launched by the host, and in a graph.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.common import describe_run
 from benchmarks.gpu import SHAPES, prompts_of_b, seconds, work_a
-from benchmarks.gpu_rates import stream_us
+from benchmarks.gpu_rates import graph_us, stream_us
+from dovetail.capture.sidecar import Sidecar
+from dovetail.config.capture import ColumnSpec
 from dovetail.core.engine import Engine
+from dovetail.core.local import LocalEngine
 from dovetail.exec.cuda.device import CudaDevice
+from dovetail.exec.cuda.rows import RowCopies
+from dovetail.exec.kv import KVStore
+from dovetail.exec.packet import PacketSchema, PacketWriter, packet_schema
+from dovetail.exec.readback import PayloadLayout, PayloadSlice, payload_layout
 from dovetail.models.registry import build_model
+from dovetail.sched.builder import PlanBuilder
+from dovetail.sched.plan import Readout, StepPlan
+
+WARM = 256
+"""Requests of a work that come before its pairs, and do not count."""
 
 RESAMPLES = 10_000
 COLUMNS = ("experts",)
-TOKENS, LAYERS, TOP_K = 256, 40, 8
+TOKENS, LAYERS, TOP_K, PAGE_SIZE = 256, 40, 8, 16
 SNAPSHOT_BYTES = 329_728
 
 
-def engines_of(shape: str, kv_memory: str) -> tuple[Engine, Engine]:
-    """Return an engine without capture and one with it; two sets of weights would not fit."""
-    models = []
+class SharedMemory:
+    """Weights, keys and values of the first engine, lent to the second."""
 
-    def build_once(*args: object, **kwargs: object) -> object:
-        if not models:
-            models.append(build_model(*args, **kwargs))  # type: ignore[arg-type]
-        return models[0]
+    def __init__(self) -> None:
+        self._models: list[object] = []
+        self._pools: list[Tensor] = []
 
-    with mock.patch("dovetail.core.local.build_model", build_once):
+    def build_model(self, *args: object, **kwargs: object) -> object:
+        """Build the model once."""
+        if not self._models:
+            self._models.append(build_model(*args, **kwargs))  # type: ignore[arg-type]
+        return self._models[0]
+
+    def fill_store(
+        self, store: KVStore, config: Any, device: Any, fill: Callable[..., None]
+    ) -> None:
+        """Make a ``KVStore`` whose keys and values are those of the first."""
+        pools = iter(self._pools)
+
+        def zeros(tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            lent = next(pools, None)
+            if lent is None:
+                return device.memory.zeros(tag, shape, dtype)
+            assert lent.shape == shape and lent.dtype == dtype
+            return lent
+
+        lender = SimpleNamespace(zeros=zeros)
+        fill(store, config, SimpleNamespace(memory=lender, register_state=device.register_state))
+        self._pools = self._pools or [store.k_LCKD, store.v_LCKD]
+
+
+def engines_of(args: argparse.Namespace) -> tuple[Engine, Engine]:
+    """Return an engine without capture and one with it; two sets of memory would not fit."""
+    shared, fill = SharedMemory(), KVStore.__init__
+
+    def fill_store(store: KVStore, config: Any, device: Any) -> None:
+        shared.fill_store(store, config, device, fill)
+
+    with (
+        mock.patch("dovetail.core.local.build_model", shared.build_model),
+        mock.patch.object(KVStore, "__init__", fill_store),
+    ):
         off, on = (
             Engine(
-                SHAPES / shape, device="cuda", load_format="dummy", prefix_cache=False,
-                max_running=256, kv_memory=kv_memory, context_len=2176, chunk_size=8192,
-                capture=columns,
+                SHAPES / args.shape, device="cuda", load_format="dummy", prefix_cache=False,
+                max_running=args.max_running, num_pages=args.pages, context_len=2176,
+                chunk_size=8192, capture=columns,
             )
             for columns in ((), COLUMNS)
         )  # fmt: skip
     return off, on
 
 
+class Meter:
+    """Counts an engine's steps, and times the parts of its loop. One run at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        port = engine.port
+        assert isinstance(port, LocalEngine)
+        self._columns = engine.config.columns
+        self._patches = ExitStack()
+        self.start()
+        for owner, method, name in (
+            (port.scheduler, "plan", "plan"),
+            (port.scheduler, "commit", "commit"),
+            (port.loop.executor, "submit", "submit"),
+            (port.loop.outbox, "put", "events"),
+        ):
+            self._patches.enter_context(
+                mock.patch.object(owner, method, self._timed(getattr(owner, method), name))
+            )
+
+    def start(self) -> None:
+        """Begin anew."""
+        self.counts = dict.fromkeys(("steps", "with_readouts", "readouts_alone", "readouts"), 0)
+        self.num_bytes = 0
+        self.ended_at = 0.0
+        self._seconds: dict[str, list[float]] = {}
+
+    def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            started = time.perf_counter()
+            found = call(*args)
+            self._seconds.setdefault(name, []).append(time.perf_counter() - started)
+            if name == "submit":
+                self._count(args[0])
+            if name == "commit" and len(args[0].rows):
+                self.ended_at = started
+            return found
+
+        return timed
+
+    def _count(self, plan: StepPlan) -> None:
+        self.counts["steps"] += 1
+        if plan.readouts:
+            self.counts["with_readouts"] += 1
+            self.counts["readouts_alone"] += not len(plan.rows)
+            self.counts["readouts"] += len(plan.readouts)
+            self.num_bytes += payload_layout(plan, self._columns).readout_bytes
+
+    def found(self, finished: float) -> dict[str, object]:
+        """Return what a run that is finished took."""
+        host = {
+            name: [round(1e6 * statistics.median(times), 1), round(1e3 * sum(times), 2)]
+            for name, times in self._seconds.items()
+        }
+        return {
+            **self.counts,
+            "bytes": self.num_bytes,
+            "drain_ms": round(1e3 * (finished - self.ended_at), 2),
+            "us_a_step_and_ms": host,
+        }
+
+
+class Side:
+    """One of the two that are compared."""
+
+    def __init__(self, engine: Engine, capture: tuple[str, ...]) -> None:
+        self._engine, self._capture, self._meter = engine, capture, Meter(engine)
+        self.runs: list[dict[str, object]] = []
+
+    def run(self, prompts: list[list[int]], lens: list[int]) -> float:
+        """Return the seconds of a run."""
+        gc.collect()  # not while the clock runs
+        self._meter.start()
+        taken = seconds(self._engine, prompts, lens, self._capture)
+        self.runs.append(self._meter.found(time.perf_counter()))
+        return taken
+
+
 def interleaved(
     off: Callable[[], float], on: Callable[[], float], repeats: int
 ) -> list[tuple[float, float]]:
-    """Return pairs of seconds; who comes first alternates, and the first pair does not count."""
+    """Return pairs of seconds; who comes first alternates."""
     pairs = []
-    for turn in range(repeats + 1):
+    for turn in range(repeats):
         if turn % 2:
             with_rows = on()
             without = off()
         else:
             without = off()
             with_rows = on()
-        if turn:
-            pairs.append((without, with_rows))
+        pairs.append((without, with_rows))
+        print([round(x, 4) for x in pairs[-1]], flush=True)
     return pairs
 
 
@@ -82,13 +216,13 @@ def ratio_and_interval(pairs: list[tuple[float, float]]) -> dict[str, object]:
     return {
         "value": round(float(off_N.mean() / on_N.mean()), 5),
         "interval": [round(float(low), 5), round(float(high), 5)],
+        "median_of_pairs": round(float(np.median(off_N / on_N)), 5),
         "seconds": [[round(float(x), 4) for x in pair] for pair in pairs],
     }
 
 
-def costs(args: argparse.Namespace) -> list[dict[str, object]]:
-    """Return the lines of works a and b."""
-    off, on = engines_of(args.shape, args.kv_memory)
+def works_of(args: argparse.Namespace) -> dict[str, tuple[list[list[int]], list[int], int]]:
+    """Return prompts, output lengths and repeats of each work."""
     prompts, lens = work_a()
     prompts, lens = prompts[: args.requests], [min(n, args.cut) for n in lens[: args.requests]]
     batch = prompts_of_b(256)
@@ -96,51 +230,99 @@ def costs(args: argparse.Namespace) -> list[dict[str, object]]:
         "a": (prompts, lens, args.repeats_a),
         "b": (batch, [args.steps_b] * len(batch), args.repeats_b),
     }
+    return {work: works[work] for work in args.works}
+
+
+def costs(args: argparse.Namespace) -> list[dict[str, object]]:
+    """Return the lines of the works."""
+    started = time.perf_counter()
+    off_engine, on_engine = engines_of(args)
+    print("started", round(time.perf_counter() - started, 1), flush=True)
     found: list[dict[str, object]] = []
-    with off, on:
-        for work, (asked, out_lens, repeats) in works.items():
+    with off_engine, on_engine:
+        off, on = Side(off_engine, ()), Side(on_engine, COLUMNS)
+        gc.collect()
+        gc.freeze()  # what stays for good is not looked at again
+        for work, (prompts, lens, repeats) in works_of(args).items():
+            for side in (off, on):  # kernels are compiled, memory is found
+                side.run(prompts[:WARM], [min(n, 8) for n in lens[:WARM]])
+                side.runs.clear()
             pairs = interleaved(
-                lambda asked=asked, n=out_lens: seconds(off, asked, n),
-                lambda asked=asked, n=out_lens: seconds(on, asked, n, COLUMNS),
+                lambda asked=prompts, n=lens: off.run(asked, n),
+                lambda asked=prompts, n=lens: on.run(asked, n),
                 repeats,
             )
-            line = {"work": f"capture on and returned, work {work}", "batch": len(asked)}
+            line = {"work": f"capture on and returned, work {work}", "batch": len(prompts)}
             line |= {"shape": args.shape, "unit": "rate of off", "floor": 1.0}
-            found.append(line | ratio_and_interval(pairs))
+            line |= {"num_tokens": sum(lens), "max_running": args.max_running}
+            line |= ratio_and_interval(pairs) | {"off": off.runs[-1], "on": on.runs[-1]}
+            line |= {"drains_ms": [[run["drain_ms"] for run in side.runs] for side in (off, on)]}
+            found.append(line)
             print(json.dumps(found[-1]), flush=True)
     return found
 
 
 def snapshot() -> list[dict[str, object]]:
-    """Return the lines of the snapshot and of its copy to the host."""
+    """Return the lines of the snapshot and of its copies."""
     device = CudaDevice()
-    rows = torch.zeros(2**17, LAYERS, TOP_K, dtype=torch.int32, device="cuda")
-    slots = torch.randint(0, len(rows), (TOKENS,), device="cuda")
+    spec = ColumnSpec(np.dtype(np.int32), (LAYERS, TOP_K), -1)
+    num_pages, slots_of_page = 8192, torch.arange(PAGE_SIZE, device="cuda")
+    rows = torch.zeros(num_pages * PAGE_SIZE + 1, LAYERS, TOP_K, dtype=torch.int32, device="cuda")
+    columns = {"rows": spec}
+    config: Any = SimpleNamespace(
+        max_running=TOKENS, max_pages_per_sequence=64, max_step_tokens=TOKENS, columns=columns
+    )
+    schema = packet_schema(config)
+    table = torch.randperm(num_pages, device="cuda")[: TOKENS * 16].view(TOKENS, 16).int()
+    tables: Any = SimpleNamespace(page_table_SB=table)
+    packet, layout = _packet(columns, schema)
+    sidecars = {"rows": Sidecar(spec, rows)}
+    copies = RowCopies(packet, schema, tables, sidecars, page_size=PAGE_SIZE)
+    kv_slots = (table[:, 0].long() * PAGE_SIZE + slots_of_page[3])[:TOKENS]
     block, host = device.device_block(SNAPSHOT_BYTES), device.host_block(SNAPSHOT_BYTES)
-    num_bytes = TOKENS * LAYERS * TOP_K * 4
+    other, num_bytes = torch.empty_like(block), TOKENS * LAYERS * TOP_K * 4
+    places = {
+        "rows": PayloadSlice(0, spec.dtype, (TOKENS, LAYERS, TOP_K)),
+        "kv_slots": PayloadSlice(num_bytes, np.dtype(np.int64), (TOKENS,)),
+    }
     packed = block[:num_bytes].view(torch.int32).view(TOKENS, LAYERS, TOP_K)
-    places = block[num_bytes:].view(torch.int64)
-    assert len(places) == TOKENS
 
-    def pack() -> None:
-        packed.copy_(rows.index_select(0, slots))
-        places.copy_(slots)
+    def by_torch() -> None:
+        packed.copy_(rows.index_select(0, kv_slots))
+        block[num_bytes:].view(torch.int64).copy_(kv_slots)
 
-    shape = f"{TOKENS} tokens x {LAYERS} layers x {TOP_K}, int32, with places"
-    parts = {
-        "snapshot packed": pack,
+    parts: dict[str, Callable[[], object]] = {
+        "snapshot packed": lambda: copies.snapshot(kv_slots, places, block),
+        "snapshot packed by torch": by_torch,
+        "snapshot's bytes copied on the device": lambda: other.copy_(block),
         "snapshot copied to the host": lambda: host.copy_(block, non_blocking=True),
+        "as many rows read out, 16 sequences": lambda: copies.read_out(layout, block),
     }
     found = []
     for work, run in parts.items():
         times = [stream_us(run, calls=200) for _ in range(5)]
-        found.append(
-            {"work": work, "shape": shape, "batch": TOKENS, "value": round(min(times), 2)}
-            | {"unit": "us", "median": round(statistics.median(times), 2), "bytes": SNAPSHOT_BYTES}
-        )
+        line = {"work": work, "shape": f"{TOKENS} tokens x {LAYERS} layers x {TOP_K}, int32"}
+        line |= {"batch": TOKENS, "value": round(min(times), 2), "unit": "us"}
+        line |= {"median": round(statistics.median(times), 2), "bytes": SNAPSHOT_BYTES}
+        if "host" not in work:
+            line["graph_us"] = round(graph_us(lambda _, run=run: run(), calls=200), 2)
+        found.append(line)
         print(json.dumps(found[-1]), flush=True)
     device.close()
     return found
+
+
+def _packet(columns: dict[str, ColumnSpec], schema: PacketSchema) -> tuple[Tensor, PayloadLayout]:
+    """Return a packet, on the device, that reads out 16 rows of each of 16 sequences."""
+    builder = PlanBuilder(
+        page_size=PAGE_SIZE, max_page_writes=0, max_token_writes=0, max_payload_bytes=0
+    )
+    readouts = tuple(Readout(slot, 1, 0, PAGE_SIZE, ("rows",)) for slot in range(16))
+    plan = replace(builder.build(step_id=0, epoch=0), readouts=readouts)
+    layout = payload_layout(plan, columns)
+    words = np.zeros(schema.num_bytes // 4, dtype=np.int32)
+    PacketWriter(schema).write(plan, words, result=0, copies=layout.copies)
+    return torch.from_numpy(words.view(np.uint8)).cuda(), layout
 
 
 def main() -> None:
@@ -150,12 +332,14 @@ def main() -> None:
     )
     parser.add_argument("shape", nargs="?", default="30b-a3b")
     parser.add_argument("--snapshot", action="store_true", help="only what a snapshot costs")
-    parser.add_argument("--requests", type=int, default=256, help="of work a (256)")
-    parser.add_argument("--cut", type=int, default=256, help="most output tokens of one (256)")
-    parser.add_argument("--repeats-a", type=int, default=4)
+    parser.add_argument("--works", nargs="+", default=["b", "a"], choices=list("ab"))
+    parser.add_argument("--requests", type=int, default=512, help="of work a (512)")
+    parser.add_argument("--cut", type=int, default=1024, help="most output tokens of one (1024)")
+    parser.add_argument("--repeats-a", type=int, default=2)
     parser.add_argument("--repeats-b", type=int, default=12)
     parser.add_argument("--steps-b", type=int, default=64, help="tokens a row of work b (64)")
-    parser.add_argument("--kv-memory", default="16GiB")
+    parser.add_argument("--max-running", type=int, default=512)
+    parser.add_argument("--pages", type=int, default=37_500, help="of 16 tokens, shared (37,500)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     about = describe_run(["-m", "benchmarks.gpu_capture", *sys.argv[1:]], "triton")

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common import describe_run
 from benchmarks.stepped import SteppedEngine
 from dovetail.exec.cuda.device import CudaEvent, CudaLane
+from dovetail.exec.readback import payload_layout
 
 STEADY, PROMPTS = 200, 40
 WAITING = re.compile(r"cu\w*(Synchronize|MemcpyHtoD|MemcpyDtoH)(_v\d+)?|cudaMemcpy|cudaMemset")
@@ -166,9 +167,10 @@ def packet_alone_us(engine: SteppedEngine, calls: int = 200) -> float:
     """Return the microseconds of building and sending the newest plan's packet, in a loop."""
     executor: Any = engine.executor
     plan, result = engine.loop.inflight[-1].plan, executor._results._blocks[0]
+    layout = payload_layout(plan, executor._columns)
     started = time.perf_counter()
     for _ in range(calls):
-        executor._staging.release(executor._stage(plan, result))
+        executor._staging.release(executor._stage(plan, result, layout))
     taken = time.perf_counter() - started
     torch.cuda.synchronize()
     return round(1e6 * taken / calls, 1)

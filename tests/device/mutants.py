@@ -13,7 +13,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from dovetail.exec.cuda.device import CudaLane
-from dovetail.exec.cuda.runner import CudaRunner, DevicePayload
+from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.cuda.tenants import Tenants
 from dovetail.exec.executor import Executor
 from dovetail.exec.ring import BlockRing, TransferBlock
@@ -114,20 +114,18 @@ def snapshot_skipped(patch: MonkeyPatch) -> None:
     """The copy lane fetches a step's rows from the pages and inputs of whatever runs by then."""
     waiting: dict[int, Any] = {}
 
-    def remember(self: CudaRunner, plan: Any, layout: Any, payload: Any) -> None:
-        waiting[payload._block.data_ptr()] = self, plan.num_tokens, layout
+    def remember(self: CudaRunner, plan: Any, layout: Any, payload: Tensor) -> None:
+        waiting[payload.data_ptr()] = self, plan.num_tokens, layout
 
-    def fetch(block: TransferBlock) -> None:
-        taken = waiting.pop(block.device.data_ptr(), None)
-        if taken is not None:
-            runner, num_tokens, layout = taken
-            slots = runner._inputs.kv_slots_T[:num_tokens]
-            for column, item in layout.snapshot.items():
-                rows: Tensor = slots if column == "kv_slots" else runner._rows_at(column, slots)
-                DevicePayload(block.device).put(item, rows)
+    def fetch(block: TransferBlock, begin: int) -> None:
+        address = block.device.data_ptr()
+        if address in waiting and waiting[address][2].readout_bytes == begin:
+            runner, num_tokens, layout = waiting.pop(address)
+            slots_T = runner._inputs.kv_slots_T[:num_tokens]
+            runner._copies.snapshot(slots_T, layout.snapshot, block.device)
 
-    def fetch_first(self: Executor, block: TransferBlock, *span: int) -> None:
-        self._device.copy.submit(fetch, block)
+    def fetch_first(self: Executor, block: TransferBlock, begin: int, end: int) -> None:
+        self._device.copy.submit(fetch, block, begin)
 
     patch.setattr(CudaRunner, "_pack_snapshot", remember)
     before(patch, Executor, "_download", fetch_first)

@@ -52,7 +52,7 @@ SHARED = r"InvariantError: audit: step .* writes shared"
 ENDED = r"output: .*(not finite|has no row for position)"
 LOST_COUNT = (
     r"AssertionError: $|KeyError: <dovetail\.sched\.sequence\.Sequence"
-    r"|InvariantError: \d+ tokens (computed|do not fill)"
+    r"|InvariantError: (\d+ tokens (computed|do not fill)|a sequence ends with rows of)"
 )
 FOREIGN_ROWS = r"output: .*rows from position|ValueError: operands|RuntimeError: generator"
 FOREIGN_STAMP = r"AssertionError: rows of step|AssertionError: \nArrays are not equal"
@@ -115,8 +115,8 @@ MUTANTS = {
     "released_in_flight-unaudited": Mutant(mutants.released_in_flight, STALE, audited=False),
     "stale_handle_accepted": Mutant(
         gpu_mutants.stale_handle_accepted,
-        f"{TOKENS}|{READOUT}",
-        f"{LOST_COUNT}|{FOREIGN_ROWS}",
+        f"{TOKENS}|{READOUT}|{LOST_COUNT}",
+        FOREIGN_ROWS,
         audited=False,
     ),
     "retracted_in_flight": Mutant(mutants.retracted_in_flight, STALE, audited=False),

@@ -211,12 +211,13 @@ def test_padding_goes_to_the_sink(monkeypatch):
 def overwrite_committed_rows(monkeypatch) -> None:
     """A read-out after a retraction replaces what was recorded."""
 
-    def append(self, start, rows):
+    def append(self, start, rows, *, end):
         for name, values in rows.items():
-            before = np.concatenate([values[:0], *self._parts[name]])[: start - self.start]
-            self._parts[name] = [np.concatenate([before, values])]
-        self._begins = [self.start]
-        self.recorded = max(self.recorded, start + len(values))
+            begin, stop = start - self.start, min(start + len(values), end) - self.start
+            held = self._rows[name]
+            parts = [held[:begin], values[: max(stop - begin, 0)], held[stop:]]
+            self._rows[name] = np.concatenate(parts)
+        self.recorded = max(self.recorded, stop + self.start)
         self._note_epoch(self.recorded, 0)
 
     monkeypatch.setattr(CapturedColumns, "append", append)

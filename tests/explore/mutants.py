@@ -26,6 +26,7 @@ from dovetail.exec.sim import SimLane
 from dovetail.sched import plan as plan_module
 from dovetail.sched.builder import PlanBuilder
 from dovetail.sched.plan import StepPlan, StepResult
+from dovetail.sched.reading import ReadingList
 from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence, SequenceState
 from dovetail.sched.slots import SlotTable
@@ -88,11 +89,15 @@ def readout_is_a_view(patch: MonkeyPatch) -> None:
         plan: StepPlan, words: np.ndarray, payload: Any, layout: PayloadLayout, **kwargs: Any
     ) -> StepResult:
         result = original(plan, words, payload, layout, **kwargs)
-        readouts = tuple(
-            {column: item.view(payload) for column, item in slices.items()}
-            for _, slices in layout.readouts
-        )
-        return dataclasses.replace(result, readouts=readouts)
+        at = dict.fromkeys(layout.readouts, 0)
+        views = []
+        for rows in result.readouts:
+            ends = {name: at[name] + len(values) for name, values in rows.items()}
+            views.append(
+                {name: layout.readouts[name].view(payload)[at[name] : ends[name]] for name in rows}
+            )
+            at |= ends
+        return dataclasses.replace(result, readouts=tuple(views))
 
     patch.setattr(executor, "read_result", read_result)
 
@@ -238,10 +243,43 @@ def released_in_flight(patch: MonkeyPatch) -> None:
     """A sequence that ends gives up slot and pages though a step of it is in flight."""
 
     def forget_inflight(self: Scheduler, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.FINISHING and not sequence.needs_readout:
+        captured = sequence.captured
+        has_rows = captured is None or captured.recorded >= sequence.computed_len
+        if sequence.state is SequenceState.FINISHING and has_rows:
             sequence.num_inflight = 0
 
     before(patch, Scheduler, "_settle", forget_inflight)
+
+
+def ended_before_its_rows(patch: MonkeyPatch) -> None:
+    """A sequence ends though a read-out of it is in flight."""
+
+    def forget_inflight(self: Scheduler, sequence: Sequence) -> None:
+        captured = sequence.captured
+        is_read = captured is not None and captured.planned >= sequence.computed_len
+        if sequence.state is SequenceState.FINISHING and is_read:
+            sequence.num_inflight = 0
+
+    before(patch, Scheduler, "_settle", forget_inflight)
+
+
+def read_before_the_last_row(patch: MonkeyPatch) -> None:
+    """Rows are read up to where a sequence is planned, in the very plan that forwards the last."""
+    plan = ReadingList.plan
+
+    def plan_too_far(self: ReadingList, builder: PlanBuilder, leaving: Any) -> None:
+        for sequence in scheduler_of[self]._running:
+            if sequence.samples_left == 0:
+                self.note_last_row(sequence)
+        plan(self, builder, leaving)
+
+    scheduler_of: weakref.WeakKeyDictionary[ReadingList, Scheduler] = weakref.WeakKeyDictionary()
+
+    def remember(_: None, self: Scheduler, *args: Any, **kwargs: Any) -> None:
+        scheduler_of[self._reading] = self
+
+    after(patch, Scheduler, "__init__", remember)
+    patch.setattr(ReadingList, "plan", plan_too_far)
 
 
 def stale_handle_accepted(patch: MonkeyPatch) -> None:

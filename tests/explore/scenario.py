@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from dovetail.config.schema import EngineConfig
 from dovetail.exec.device import Device
 from dovetail.exec.executor import Executor
 from dovetail.exec.pending import StepExecutor
+from dovetail.sched import sequence
 from dovetail.wire.request import CaptureParams
 from tests.explore.audit import PlanAudit, PoisonedPages
 from tests.explore.devices import DEVICES
@@ -150,7 +152,9 @@ def play(
         harness.loop.executor = audit
         harness.on_step = lambda _: audit.check()
     try:
-        outputs = _play(scenario, harness)
+        # Sequences are short here, and some of their rows are to be read ahead, too.
+        with mock.patch.multiple(sequence, EARLY_ROWS=3, LATE_ROWS=2):
+            outputs = _play(scenario, harness)
     except BaseException:
         with contextlib.suppress(Exception):  # what is left may fail as well
             harness.close()

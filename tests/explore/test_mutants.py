@@ -23,10 +23,11 @@ FOREIGN_ROWS = r"RuntimeError: generator|ValueError: operands|output: .*rows fro
 NOT_FINITE = r"output: .*not finite"
 BAD_TOKEN = r"IndexError: index out of range"
 JUNK_RESULT = r"ValueError: .* is not a valid RowStatus"
-JUNK_PACKET = r"(ValueError|IndexError): "
+JUNK_PACKET = r"(ValueError|IndexError): |InvariantError: a row writes past the pages"
+NO_ROOM = r"InvariantError: \d+ tokens computed in room for \d+"
+FEW_ROWS = "InvariantError: a sequence ends with rows of"
 LOST_COUNT = r"AssertionError: $"
 LEFT_TWICE = r"KeyError: <dovetail\.sched\.sequence\.Sequence"
-NO_ROOM = r"InvariantError: \d+ tokens computed in room"
 STALE = r"InvariantError: (a plan names stale slots|slot .* is stale)"
 FREED = r"InvariantError: audit: step .* free"
 SHARED = r"InvariantError: audit: step .* writes shared"
@@ -67,7 +68,7 @@ MUTANTS = [
     Mutant(mutants.copy_lane_declares_state, "InvariantError: lane copy touches engine state"),
     Mutant(mutants.staged_late, "ValueError: .*read-only"),
     Mutant(mutants.staged_late_unfrozen, TOKENS, READOUT),
-    Mutant(mutants.copy_does_not_wait, JUNK_RESULT),
+    Mutant(mutants.copy_does_not_wait, JUNK_RESULT, READOUT),
     Mutant(mutants.retired_too_early, JUNK_RESULT),
     Mutant(mutants.staging_has_no_fence, STALE, JUNK_PACKET),
     Mutant(mutants.one_result_block, "InvariantError: a ring .* still in use"),
@@ -76,11 +77,15 @@ MUTANTS = [
     Mutant(mutants.released_in_flight, STALE, audited=False),
     Mutant(
         mutants.stale_handle_accepted,
-        TOKENS,
-        f"{READOUT}|{LOST_COUNT}|{LEFT_TWICE}|{NO_ROOM}|{FOREIGN_ROWS}",
+        NO_ROOM,
+        f"{TOKENS}|{READOUT}|{FEW_ROWS}|{LOST_COUNT}|{LEFT_TWICE}|{FOREIGN_ROWS}",
         audited=False,
         fixed=OVERLAP | {"max_running": 2},
+        seeds=12,
     ),
+    Mutant(mutants.ended_before_its_rows, FEW_ROWS, f"{FREED}|{STALE}"),
+    Mutant(mutants.read_before_the_last_row, "InvariantError: audit: Readout", READOUT),
+    Mutant(mutants.read_before_the_last_row, NO_ROW, READOUT, audited=False),
     Mutant(mutants.retracted_in_flight, STALE, audited=False),
     Mutant(mutants.pages_released_in_flight, FREED),
     Mutant(mutants.pages_released_before_the_gather, FREED),

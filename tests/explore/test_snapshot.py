@@ -84,15 +84,15 @@ def skip_the_snapshot(monkeypatch) -> None:
             rows = batch.token_ids_T if column == "tokens" else batch.kv_slots_T
             layout.snapshot[column].view(payload)[...] = rows.numpy()
 
-    def fetch(block):
-        taken = waiting.pop(block.device.numpy().ctypes.data, None)
-        if taken is not None:
-            rows, layout, num_tokens = taken
+    def fetch(block, begin):
+        address = block.device.numpy().ctypes.data
+        if address in waiting and waiting[address][1].readout_bytes == begin:
+            rows, layout, num_tokens = waiting.pop(address)
             out = layout.snapshot["experts"].view(block.host.numpy())
             out[...] = rows.buffers["experts"].numpy()[:num_tokens]
 
-    def fetch_too(_, self, block, *span):
-        self._device.copy.submit(fetch, block)
+    def fetch_too(_, self, block, begin, end):
+        self._device.copy.submit(fetch, block, begin)
 
     monkeypatch.setattr(StepRunner, "_pack_snapshot", remember)
     after(monkeypatch, Executor, "_download", fetch_too)

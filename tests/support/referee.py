@@ -18,6 +18,7 @@ from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.pending import PendingStep
 from dovetail.exec.readback import payload_layout
 from dovetail.sched import progress
+from dovetail.sched import sequence as sequence_module
 from dovetail.sched.plan import FROM_DEVICE, RowStatus, StepPlan
 from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence, SequenceState
@@ -358,8 +359,9 @@ def most_steps(workload: Workload) -> int:
     return 12 + latency * (restarts + 4 * num_sequences)
 
 
+@mock.patch.multiple(sequence_module, EARLY_ROWS=3, LATE_ROWS=2)
 def run_workload(workload: Workload) -> Referee:
-    """Run to the end and check every rule."""
+    """Run to the end and check every rule. Some rows are read ahead, short as sequences are."""
     referee = Referee(workload)
     stepper = referee.stepper
     todo = sorted(workload.jobs, key=lambda job: job.arrives_at)

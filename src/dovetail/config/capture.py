@@ -4,6 +4,7 @@
 Owns the list of columns: scheduler, memory and executor count by it. Must not know tensors.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class ColumnSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 def column_specs(model: ModelConfig, capture: Iterable[str]) -> dict[str, ColumnSpec]:

@@ -5,6 +5,7 @@ so the streamed and the whole answer cannot differ.
 """
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,7 +172,7 @@ class _Routes:
             return None
         assert self._moe is not None
         return RouteTrace.of_tokens(
-            np.concatenate(self._parts),
+            self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts),
             self._token_ids,
             layer_ids=self._moe.layer_ids,
             num_experts=self._moe.num_experts,
@@ -197,16 +198,16 @@ def _generation(request: Request, parts: list[StreamEvent]) -> Generation:
     return Generation(
         prompt_token_ids=request.prompt_token_ids,
         sample_index=last.sample_index,
-        token_ids=tuple(token for part in parts for token in part.token_ids),
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
         text="".join(part.text for part in parts),
         finish_reason=last.finish_reason,
-        logprobs=tuple(value for part in parts for value in part.logprobs),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
         top_logprobs=tuple(row for part in scores for row in top_pairs(part)),
         id_logprobs=tuple(row for part in scores for row in part.id_logprobs),
         prompt_logprobs=(None,) * starts_at_zero + (prompt.logprobs if prompt else ()),
         prompt_top_logprobs=top_pairs(prompt) if prompt else (),
         prompt_id_logprobs=prompt.id_logprobs if prompt else (),
-        weight_versions=tuple(value for part in parts for value in part.weight_versions),
+        weight_versions=tuple(chain.from_iterable(part.weight_versions for part in parts)),
         seed=request.seed,
         usage=last.usage,
         captured=_joined([part.captured for part in parts if part.captured]),

@@ -32,8 +32,11 @@ class Runner(Protocol):
 
     blocks: StepBlocks
 
-    def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
-        """Gather the columns of the plan's read-outs into the payload block."""
+    def read_out(self, plan: StepPlan, layout: PayloadLayout, payload: Tensor) -> None:
+        """Gather the columns of the packet's read-outs into the payload block.
+
+        Runs before ``run``, which may give the memory that is read to somebody else.
+        """
         ...
 
     def run(
@@ -78,11 +81,10 @@ class Executor:
         compute, copy = self._device.compute, self._device.copy
         layout = payload_layout(plan, self._columns)
         payload = self._payloads.acquire() if layout.num_bytes else None
-        if payload is not None and layout.readouts:
-            # Before the forward, which may overwrite what is read.
-            compute.submit(self._read_out, layout, payload, writes=(payload.device,))
         result = self._results.acquire()
-        staged = self._stage(plan, result)
+        staged = self._stage(plan, result, layout)
+        if payload is not None and layout.readout_bytes:
+            self._submit_readouts(plan, staged, layout, payload)
         compute.submit(
             self._run,
             plan,
@@ -96,8 +98,8 @@ class Executor:
         self._staging.release(staged, fence=retired)
         copy.wait(retired)
         self._download(result, 0, result.num_bytes)
-        if payload is not None:
-            self._download(payload, 0, layout.num_bytes)
+        if payload is not None and layout.readout_bytes < layout.num_bytes:
+            self._download(payload, layout.readout_bytes, layout.num_bytes)
         copied = copy.record()
         return PendingStep(plan, partial(self._collect, plan, copied, result, payload, layout))
 
@@ -112,13 +114,29 @@ class Executor:
 
     # -- host side -----------------------------------------------------------------------
 
-    def _stage(self, plan: StepPlan, result: TransferBlock) -> TransferBlock:
+    def _stage(self, plan: StepPlan, result: TransferBlock, layout: PayloadLayout) -> TransferBlock:
         """Write the packet and send it; from here on its host memory is frozen."""
         block = self._staging.acquire()
-        num_words = self._writer.write(plan, block.words, result=result.index)
+        num_words = self._writer.write(plan, block.words, result=result.index, copies=layout.copies)
         block.freeze()
         self._device.compute.upload(block.host, block.device, 4 * num_words)
         return block
+
+    def _submit_readouts(
+        self, plan: StepPlan, staged: TransferBlock, layout: PayloadLayout, payload: TransferBlock
+    ) -> None:
+        """Gather rows before the forward, which may overwrite them; send them home beside it."""
+        compute, copy = self._device.compute, self._device.copy
+        compute.submit(
+            self._read_out,
+            plan,
+            layout,
+            payload,
+            reads=(staged.device,),
+            writes=(payload.device,),
+        )
+        copy.wait(compute.record())
+        self._download(payload, 0, layout.readout_bytes)
 
     def _download(self, block: TransferBlock, begin: int, end: int) -> None:
         self._device.copy.download(block.device, block.host, begin, end)
@@ -146,8 +164,8 @@ class Executor:
 
     # -- compute-lane work ---------------------------------------------------------------
 
-    def _read_out(self, layout: PayloadLayout, payload: TransferBlock) -> None:
-        self._runner.read_out(layout, payload.device)
+    def _read_out(self, plan: StepPlan, layout: PayloadLayout, payload: TransferBlock) -> None:
+        self._runner.read_out(plan, layout, payload.device)
 
     def _run(
         self,

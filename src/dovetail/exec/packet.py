@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
+from dovetail.exec.readback import COPY_COLUMNS
 from dovetail.sched.plan import MAX_BIASES, Rows, SlotWrites, StepPlan, TokenWrites
 
 Words = NDArray[np.int32]
@@ -30,6 +31,8 @@ _ROW_TABLES = tuple((f"rows.{name}", name) for name in ROW_COLUMNS)
 _PAGE_COLUMNS = ("group", "slot", "index", "page", "is_fresh")
 _SLOT_COLUMNS = tuple(item.name for item in dataclasses.fields(SlotWrites) if item.name != "seed")
 _TOKEN_COLUMNS = tuple(item.name for item in dataclasses.fields(TokenWrites))
+
+_NO_COPIES = np.zeros((len(COPY_COLUMNS), 0), dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def packet_schema(config: EngineConfig) -> PacketSchema:
             Table("seeds", (), 2 * rows),
             Table("tokens", _TOKEN_COLUMNS, 2 * MAX_BIASES),
             Table("targets", (), config.max_step_tokens),
+            Table("copies", COPY_COLUMNS, rows * len(config.columns)),
         )
     )
 
@@ -104,20 +108,23 @@ class PacketWriter:
         self._header = Struct(f"{len(SCALARS) + len(self._empty)}i")
         self._last_rows: Rows | None = None
 
-    def write(self, plan: StepPlan, words: Words, *, result: int) -> int:
+    def write(
+        self, plan: StepPlan, words: Words, *, result: int, copies: Words = _NO_COPIES
+    ) -> int:
         """Write ``plan`` into ``words`` and return the number of words used.
 
         Args:
             plan: what the device is to do.
             words: host memory of a staging block.
             result: index of the block in which the step leaves its result.
+            copies: those of the plan's read-outs, see ``exec.readback.COPY_COLUMNS``.
 
         Raises:
             InvariantError: the plan is larger than the configuration allows.
         """
         header = [len(plan.rows), plan.num_tokens, result, *self._empty]
         begin = self._begin
-        for name, columns in (*self._changed_rows(plan.rows), *_changes(plan)):
+        for name, columns in (*self._changed_rows(plan.rows), *_changes(plan, copies)):
             length, most = len(columns[0]), self._tables[name].max_len
             if length > most:
                 raise InvariantError(f"a plan has {length} words of {name}; at most {most} fit")
@@ -145,7 +152,7 @@ class PacketWriter:
         ]
 
 
-def _changes(plan: StepPlan) -> Tables:
+def _changes(plan: StepPlan, copies: Words) -> Tables:
     """Return the tables that a plan has something of, rows apart."""
     tables: Tables = []
     if len(plan.token_ids):
@@ -159,6 +166,8 @@ def _changes(plan: StepPlan) -> Tables:
         tables.append(("tokens", _token_columns(plan)))
     if len(plan.targets):
         tables.append(("targets", (plan.targets,)))
+    if copies.size:
+        tables.append(("copies", tuple(copies)))
     return tables
 
 

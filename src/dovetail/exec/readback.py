@@ -4,6 +4,7 @@ Owns the layout of both and the rule that a ``StepResult`` holds copies only: no
 in it is a view of a ring or of engine state.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,11 @@ BROKEN_ROW = -1
 
 Bytes = NDArray[np.uint8]
 
+COPY_COLUMNS = ("column", "slot", "start", "count", "first")
+"""One column of one read-out: rows of the positions ``[start, start + count)`` of the sequence in a
+slot go to the rows from ``first`` on of the column's array in the payload block. ``column`` is its
+number among all columns."""
+
 KV_SLOTS = ColumnSpec(np.dtype(np.int64), (), -1)
 """What a snapshot holds beside its columns: where each token's state is kept."""
 
@@ -37,7 +43,7 @@ class PayloadSlice:
     @property
     def num_bytes(self) -> int:
         """Bytes of the array."""
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
 
     def view(self, block: Bytes) -> NDArray[np.generic]:
         """Return the array as a view of its place in ``block``."""
@@ -65,19 +71,20 @@ class PayloadLayout:
     """Where everything a plan asks for lies in the payload block.
 
     Attributes:
-        readouts: per read-out, column name -> slice.
+        readouts: column name -> the rows of all read-outs that ask for it, one behind the other.
+        copies: int32 [5, N], see ``COPY_COLUMNS``; read-out by read-out, column by column.
+        readout_bytes: what read-outs take, from the beginning on.
         scores: per score.
         snapshot: column name -> slice, with ``kv_slots``; empty if the plan asks for none.
         num_bytes: all together; 0 if the plan asks for nothing.
     """
 
-    readouts: tuple[tuple[Readout, dict[str, PayloadSlice]], ...]
+    readouts: dict[str, PayloadSlice]
+    copies: NDArray[np.int32]
+    readout_bytes: int
     scores: tuple[ScoreSlices, ...]
     snapshot: dict[str, PayloadSlice]
     num_bytes: int
-
-
-_TOKENS_ALONE = PayloadLayout((), (), {}, 0)
 
 
 def payload_layout(plan: StepPlan, columns: dict[str, ColumnSpec]) -> PayloadLayout:
@@ -107,22 +114,43 @@ def payload_layout(plan: StepPlan, columns: dict[str, ColumnSpec]) -> PayloadLay
             else place(np.dtype(np.int32), 0),
         )
 
-    readouts = tuple(
-        (
-            readout,
-            {
-                column: place_rows(columns[column], readout.end - readout.start)
-                for column in readout.columns
-            },
-        )
-        for readout in plan.readouts
-    )
+    num_rows, copies = row_copies(plan.readouts, tuple(columns))
+    readouts = {name: place_rows(columns[name], num) for name, num in num_rows.items()}
+    readout_end = end
     scores = tuple(place_score(score) for score in plan.scores)
     leaving = {column: columns[column] for column in plan.snapshot}
     if leaving:
         leaving["kv_slots"] = KV_SLOTS
     snapshot = {column: place_rows(spec, plan.num_tokens) for column, spec in leaving.items()}
-    return PayloadLayout(readouts, scores, snapshot, end)
+    return PayloadLayout(readouts, copies, readout_end, scores, snapshot, end)
+
+
+def row_copies(
+    readouts: tuple[Readout, ...], columns: tuple[str, ...]
+) -> tuple[dict[str, int], NDArray[np.int32]]:
+    """Return how many rows each asked-for column has, and the copies that bring them there.
+
+    Args:
+        readouts: of one plan.
+        columns: all there are, in order.
+
+    Returns:
+        Column name -> rows of all read-outs; and int32 [5, N], see ``COPY_COLUMNS``.
+    """
+    number = {name: index for index, name in enumerate(columns)}
+    num_rows: dict[str, int] = {}
+    words: list[int] = []
+    for readout in readouts:
+        count = readout.end - readout.start
+        for name in readout.columns:
+            first = num_rows.get(name, 0)
+            words += (number[name], readout.slot, readout.start, count, first)
+            num_rows[name] = first + count
+    copies = np.array(words, dtype=np.int32).reshape(-1, len(COPY_COLUMNS)).T.copy()
+    return num_rows, copies
+
+
+_TOKENS_ALONE = PayloadLayout({}, row_copies((), ())[1], 0, (), {}, 0)
 
 
 def read_result(
@@ -153,12 +181,24 @@ def read_result(
         logprobs=words[1].view(np.float32)[:, None],
         status=words[2],
         scores=tuple(_read_scores(slices, block) for slices in layout.scores),
-        readouts=tuple(
-            {column: item.view(block).copy() for column, item in slices.items()}
-            for _, slices in layout.readouts
-        ),
+        readouts=_read_rows(plan.readouts, layout, block),
         snapshot={column: item.view(block).copy() for column, item in layout.snapshot.items()},
     )
+
+
+def _read_rows(
+    readouts: tuple[Readout, ...], layout: PayloadLayout, block: Bytes
+) -> tuple[dict[str, NDArray[np.generic]], ...]:
+    """Return the rows of each read-out: parts of one copy a column, which is made in one go."""
+    copied = {name: item.view(block).copy() for name, item in layout.readouts.items()}
+    at = dict.fromkeys(copied, 0)
+    rows: list[dict[str, NDArray[np.generic]]] = []
+    for readout in readouts:
+        count = readout.end - readout.start
+        rows.append({name: copied[name][at[name] : at[name] + count] for name in readout.columns})
+        for name in readout.columns:
+            at[name] += count
+    return tuple(rows)
 
 
 def _read_scores(slices: ScoreSlices, block: Bytes) -> TokenScores:

@@ -57,14 +57,15 @@ class StepRunner:
         )
         device.register_state(*self._rows.buffers.values())
 
-    def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
-        """Gather the columns of the plan's read-outs into the payload block."""
-        block = payload.numpy()
-        for readout, slices in layout.readouts:
+    def read_out(self, plan: StepPlan, layout: PayloadLayout, payload: Tensor) -> None:
+        """See ``Runner``."""
+        block, columns = payload.numpy(), tuple(self._config.columns)
+        for readout in plan.readouts:
             check_handles([readout.slot], [readout.generation], self._state)
-            slots = self._slots_of(readout.slot, readout.end)[readout.start :]
-            for column, item in slices.items():
-                self._kv.sidecars[column].read(slots, item.view(block))
+        for number, slot, start, count, first in layout.copies.T.tolist():
+            slots, column = self._slots_of(slot, start + count)[start:], columns[number]
+            rows = layout.readouts[column].view(block)[first : first + count]
+            self._kv.sidecars[column].read(slots, rows)
 
     def run(
         self, plan: StepPlan, layout: PayloadLayout, result: Tensor, payload: Tensor | None

@@ -55,8 +55,9 @@ class RouteHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 def digest_of(token_ids: Iterable[int]) -> bytes:
     """Return blake2b of the ids as little-endian int32, 16 bytes."""
-    ids = np.fromiter(token_ids, dtype="<i4")
-    return hashlib.blake2b(ids.tobytes(), digest_size=DIGEST_BYTES).digest()
+    ids = tuple(token_ids)
+    packed = struct.pack(f"<{len(ids)}i", *ids)
+    return hashlib.blake2b(packed, digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,23 +86,34 @@ class RouteTrace:
     token_digest: bytes
 
     def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem is not None:
+            raise TraceError(problem)
+
+    def _problem(self) -> str | None:
+        """Return what does not fit, or None; traces come by the thousand, so no text before."""
         ids, layer_ids = self.ids, self.layer_ids
-        _expect(ids.ndim == 3, f"ids have {ids.ndim} axes; give [rows, layers, experts of a token]")
-        _expect(self.num_experts > 0, f"num_experts is {self.num_experts}")
-        want = expert_dtype(self.num_experts)
-        _expect(ids.dtype == want, f"ids are {ids.dtype}; {self.num_experts} experts need {want}")
-        _expect(ids.flags.c_contiguous, "ids are not in C order")
-        _expect(
-            len(layer_ids) == ids.shape[1],
-            f"ids have {ids.shape[1]} layers, layer_ids names {len(layer_ids)}",
-        )
-        _expect(list(layer_ids) == sorted(set(layer_ids)), f"layer_ids {layer_ids} do not ascend")
-        _expect(self.start >= 0, f"start is {self.start}")
-        _expect(len(self.token_digest) == DIGEST_BYTES, "token_digest has another length than 16")
+        if ids.ndim != 3:
+            return f"ids have {ids.ndim} axes; give [rows, layers, experts of a token]"
+        if self.num_experts <= 0:
+            return f"num_experts is {self.num_experts}"
+        if ids.dtype != (want := expert_dtype(self.num_experts)):
+            return f"ids are {ids.dtype}; {self.num_experts} experts need {want}"
+        if not ids.flags.c_contiguous:
+            return "ids are not in C order"
+        if len(layer_ids) != ids.shape[1]:
+            return f"ids have {ids.shape[1]} layers, layer_ids names {len(layer_ids)}"
+        if list(layer_ids) != sorted(set(layer_ids)):
+            return f"layer_ids {layer_ids} do not ascend"
+        if self.start < 0:
+            return f"start is {self.start}"
+        if len(self.token_digest) != DIGEST_BYTES:
+            return "token_digest has another length than 16"
         borders = [self.start, *(span.end for span in self.spans)]
         begins = [*(span.start for span in self.spans), self.end]
-        is_cover = borders == begins and all(a < b for a, b in pairwise(borders))
-        _expect(is_cover, f"spans do not cover positions {self.start} to {self.end}: {self.spans}")
+        if borders != begins or not all(a < b for a, b in pairwise(borders)):
+            return f"spans do not cover positions {self.start} to {self.end}: {self.spans}"
+        return None
 
     @classmethod
     def of_tokens(
@@ -428,7 +440,8 @@ def _cut(span: CaptureSpan, begin: int, end: int) -> CaptureSpan:
 
 
 def _check_range(ids: NDArray[Any], num_experts: int, start: int) -> None:
-    if ids.size and (int(ids.max()) >= num_experts or int(ids.min()) < 0):
+    is_signed = ids.dtype.kind != "u"
+    if ids.size and (int(ids.max()) >= num_experts or (is_signed and int(ids.min()) < 0)):
         bad = ((ids >= num_experts) | (ids < 0)).any(axis=-1)
         _expect_rows(bad, start, f"an id outside 0 to {num_experts - 1}")
 

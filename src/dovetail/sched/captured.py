@@ -10,7 +10,6 @@ many rows it did not reproduce.
 Shape legend: N rows.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -22,6 +21,9 @@ from dovetail.errors import InvariantError
 from dovetail.wire.capture import CapturedRows, CaptureSpan
 from dovetail.wire.tensor import TensorEnvelope
 
+ROOM_BYTES = 2**22
+"""Room that a column is given with its first rows, if there can be so many."""
+
 Rows = Mapping[str, NDArray[np.generic]]
 
 
@@ -31,6 +33,7 @@ class CapturedColumns:
     Args:
         specs: the columns that the request asks for.
         start: position of the first row that it asks for.
+        max_rows: rows that there can be.
 
     Attributes:
         recorded: rows of positions before this one are recorded.
@@ -38,12 +41,15 @@ class CapturedColumns:
             since the sequence got its memory.
     """
 
-    def __init__(self, specs: Mapping[str, ColumnSpec], *, start: int) -> None:
+    def __init__(self, specs: Mapping[str, ColumnSpec], *, start: int, max_rows: int) -> None:
         self.specs = specs
         self.start = start
+        self.max_rows = max_rows
         self.recorded = self.planned = start
-        self._begins: list[int] = []  # position of the first row of each part
-        self._parts: dict[str, list[NDArray[np.generic]]] = {name: [] for name in specs}
+        # With room for more. Each row is written once, so views of those that are there can leave.
+        self._rows = {
+            name: np.empty((0, *spec.shape), dtype=spec.dtype) for name, spec in specs.items()
+        }
         self._differs: dict[str, set[int]] = {name: set() for name in specs}
         self._epochs: list[tuple[int, int]] = []  # (end, epoch), of the recorded rows
         self._computed: list[tuple[int, int]] = []  # the same of those in memory now
@@ -63,8 +69,9 @@ class CapturedColumns:
     def forwarded(self, computed_len: int, epoch: int) -> None:
         """The positions before ``computed_len`` have been forwarded, the newest under ``epoch``."""
         if self._computed and self._computed[-1][1] == epoch:
-            self._computed.pop()
-        self._computed.append((computed_len, epoch))
+            self._computed[-1] = (computed_len, epoch)
+        else:
+            self._computed.append((computed_len, epoch))
 
     def forget_memory(self) -> None:
         """The memory is gone; what was recorded stays."""
@@ -80,30 +87,43 @@ class CapturedColumns:
 
     # -- what is read --------------------------------------------------------------------
 
-    def append(self, start: int, rows: Rows) -> None:
-        """Take the rows of a read-out that began at ``start``.
+    def append(self, start: int, rows: Rows, *, end: int) -> None:
+        """Take the rows of a read-out that began at ``start``, those of positions before ``end``.
 
         Raises:
             InvariantError: a row was never written, or there is a gap before the first.
         """
+        num_rows = min(len(next(iter(rows.values()))), end - start)
+        if num_rows <= 0:
+            return  # read ahead, behind an end that nobody knew of
         if start > self.recorded:
             raise InvariantError(f"rows from position {start}, but {self.recorded} are recorded")
-        num_rows = len(next(iter(rows.values())))
         known = min(max(self.recorded - start, 0), num_rows)
         for name, values in rows.items():
-            _expect_written(name, values, self.specs[name], start)
+            _expect_written(name, values[:num_rows], self.specs[name], start)
             if known:
                 self._compare(name, start, values[:known])
             if known < num_rows:
-                self._parts[name].append(values[known:])
+                self._store(name, values[known:num_rows])
         end = start + num_rows
         if end <= self.recorded:
             return
-        self._begins.append(self.recorded)
         for border, epoch in self._computed:
             if border > self.recorded:
                 self._note_epoch(min(border, end), epoch)
         self.recorded = end
+
+    def _store(self, name: str, values: NDArray[np.generic]) -> None:
+        """Put rows behind the recorded ones, in memory that has room for more or is made to."""
+        rows, num_recorded = self._rows[name], self.recorded - self.start
+        num_needed = num_recorded + len(values)
+        if num_needed > len(rows):
+            room = 2 * len(rows) or ROOM_BYTES // self.specs[name].row_bytes
+            shape = (max(min(room, self.max_rows), num_needed), *rows.shape[1:])
+            larger = np.empty(shape, dtype=rows.dtype)
+            larger[:num_recorded] = rows[:num_recorded]
+            rows = self._rows[name] = larger
+        rows[num_recorded:num_needed] = values
 
     def _note_epoch(self, end: int, epoch: int) -> None:
         begin = self._epochs[-1][0] if self._epochs else self.start
@@ -114,7 +134,7 @@ class CapturedColumns:
         self._epochs.append((end, epoch))
 
     def _compare(self, name: str, start: int, rows_N: NDArray[np.generic]) -> None:
-        known_N = np.concatenate(self._pieces(name, start, start + len(rows_N)))
+        known_N = self._recorded(name, start, start + len(rows_N))
         # By bytes: what is compared is whether they are the same, not how near.
         is_same = (_as_bytes(known_N) == _as_bytes(rows_N)).all(axis=1)
         self._differs[name].update((start + np.flatnonzero(~is_same)).tolist())
@@ -137,25 +157,20 @@ class CapturedColumns:
         return {
             name: CapturedRows(
                 start=first,
-                rows=TensorEnvelope.pack(*self._pieces(name, first, self.recorded)),
+                rows=TensorEnvelope.pack(self._leaving(name, first, self.recorded)),
                 spans=self._spans(name) if is_last else (),
             )
             for name in self.specs
         }
 
-    def _pieces(self, name: str, start: int, end: int) -> list[NDArray[np.generic]]:
-        """Return the recorded rows of positions ``[start, end)`` in the pieces they were read in.
+    def _recorded(self, name: str, start: int, end: int) -> NDArray[np.generic]:
+        """Return the recorded rows of positions ``[start, end)``, as a view."""
+        return self._rows[name][start - self.start : end - self.start]
 
-        There is at least one, which is empty if there are no rows.
-        """
-        if start == end:
-            spec = self.specs[name]
-            return [np.zeros((0, *spec.shape), dtype=spec.dtype)]
-        touched = slice(bisect_right(self._begins, start) - 1, bisect_left(self._begins, end))
-        return [
-            part[max(start - begin, 0) : end - begin]
-            for begin, part in zip(self._begins[touched], self._parts[name][touched], strict=True)
-        ]
+    def _leaving(self, name: str, start: int, end: int) -> NDArray[np.generic]:
+        """Return recorded rows for somebody who may keep them, and with them what they lie in."""
+        rows = self._recorded(name, start, end)
+        return rows.copy() if 2 * len(rows) < len(self._rows[name]) else rows
 
     def _spans(self, name: str) -> tuple[CaptureSpan, ...]:
         again = self._again + self._recomputed()
@@ -174,8 +189,11 @@ class CapturedColumns:
 
 
 def _expect_written(name: str, rows: NDArray[np.generic], spec: ColumnSpec, start: int) -> None:
-    is_poison = np.isnan(rows) if np.isnan(spec.poison) else rows == spec.poison  # type: ignore[arg-type,operator]
-    if is_poison.any():
+    # Poison is the largest of unsigned ids and less than any token, and NaN is contagious: one
+    # number tells of all rows.
+    extreme = rows.min() if spec.poison < 0 else rows.max()
+    if extreme == spec.poison or extreme != extreme:
+        is_poison = (rows == spec.poison) | (rows != rows)
         position = start + int(np.argwhere(is_poison)[0][0])
         raise InvariantError(f"column {name} has no row for position {position}")
 

@@ -27,6 +27,7 @@ from dovetail.sched.plan import RowStatus, StepPlan, StepResult, TokenScores
 from dovetail.sched.policy import WINDOW, ordered
 from dovetail.sched.progress import Mask, Slots
 from dovetail.sched.queues import RankedQueue
+from dovetail.sched.reading import ReadingList
 from dovetail.sched.running import RunningSequences
 from dovetail.sched.sequence import Sequence, SequenceState
 from dovetail.sched.slots import SlotTable
@@ -66,7 +67,7 @@ class Scheduler:
         self._waiting = RankedQueue()
         self._running = RunningSequences(self._progress)
         self._leaving: dict[Sequence, None] = {}
-        self._reading: dict[Sequence, None] = {}  # running, with rows that are to leave now
+        self._reading = ReadingList()
         self._open = OpenRequests()
         self._holds = PrefixHolds(config)
         self._lengths = LengthEstimate()
@@ -125,7 +126,7 @@ class Scheduler:
         """Return the next step, or None if nothing can be forwarded now."""
         builder = PlanBuilder(self._config)
         self._plan_decodes(builder)
-        self._plan_readouts(builder)  # also of those that a decode row has retracted
+        self._reading.plan(builder, self._leaving)  # also of those that a decode row has retracted
         budget = self._plan_chunks(builder, self._config.chunk_size)
         self._admit(builder, budget)
         return self._built(builder)
@@ -133,7 +134,7 @@ class Scheduler:
     def plan_leaving(self) -> StepPlan | None:
         """Return a step that forwards nothing: what is to be read before memory goes, or None."""
         builder = PlanBuilder(self._config)
-        self._plan_readouts(builder)
+        self._reading.plan(builder, self._leaving)
         return self._built(builder)
 
     def _built(self, builder: PlanBuilder) -> StepPlan | None:
@@ -143,23 +144,6 @@ class Scheduler:
         self._num_steps += 1
         return plan
 
-    def _plan_readouts(self, builder: PlanBuilder) -> None:
-        """Plan read-outs, in pieces where the payload is short."""
-        for sequence in (*self._reading, *self._leaving):
-            captured, end = sequence.captured, sequence.computed_len
-            if captured is None or not (sequence in self._reading or sequence.needs_readout):
-                continue
-            if sequence.state is SequenceState.RETRACTING and sequence.planned_len > end:
-                continue  # what is in flight will be recorded, too
-            start, room = captured.planned, builder.max_read(captured.specs.values())
-            end = min(end, start + room)
-            if start < end:
-                builder.add_readout(sequence, start=start, end=end)
-                sequence.read_until(end)
-                sequence.num_inflight += 1
-            if end == sequence.computed_len:
-                self._reading.pop(sequence, None)
-
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         """Plan a row for each sequence that can decode."""
         growing: list[Sequence] = []
@@ -168,6 +152,7 @@ class Scheduler:
                 growing.append(sequence)
             else:
                 self._running.end_decoding(sequence)
+                self._reading.note_last_row(sequence)
         without_pages = self._grow(growing)
         for sequence in growing:
             if sequence.state is _RUNNING and sequence not in without_pages:
@@ -198,6 +183,8 @@ class Scheduler:
         sequence.num_inflight += 1
         if is_last:
             self._running.end_prefill(sequence)
+            if not sequence.samples_left:
+                self._reading.note_last_row(sequence)
         return width
 
     def _admit(self, builder: PlanBuilder, budget: int) -> None:
@@ -304,7 +291,7 @@ class Scheduler:
 
     def _retract(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
-        self._reading.pop(sequence, None)
+        self._reading.drop(sequence)
         self._holds.remove(sequence)
         sequence.leave(SequenceState.RETRACTING)
         sequence.num_retractions += 1
@@ -404,7 +391,7 @@ class Scheduler:
             return self._settle(sequence)
         sequence.catch_up()
         try:
-            sequence.captured.append(start, rows)
+            sequence.captured.append(start, rows, end=sequence.computed_len)
         except InvariantError as error:
             sequence.captured = None
             reason = FinishReason(type="error", message=str(error))
@@ -412,7 +399,7 @@ class Scheduler:
                 return self._decide_finish(sequence, reason)
             sequence.finish = reason  # nobody has been told the old one
         if sequence.state is _RUNNING:
-            return [news_of(sequence)]
+            return [news_of(sequence)] if sequence.request.capture.interval else []
         return self._settle(sequence)
 
     def _commit_prompt_scores(self, plan: StepPlan, result: StepResult) -> dict[int, TokenScores]:
@@ -456,8 +443,8 @@ class Scheduler:
         """Do for a sequence that goes on what is due once in a while."""
         sequence.catch_up()
         self._publish(sequence)
-        if sequence.captured is not None and sequence.computed_len >= sequence.read_at:
-            self._reading[sequence] = None
+        if sequence.computed_len >= sequence.read_at:
+            self._reading.note_computed(sequence)
         sequence.look_when_committed()
 
     def _publish(self, sequence: Sequence) -> None:
@@ -478,7 +465,7 @@ class Scheduler:
             return [self._end(sequence)]
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
-            self._reading.pop(sequence, None)
+            self._reading.drop(sequence)
             self._holds.remove(sequence)
         sequence.leave(SequenceState.FINISHING)
         self._leaving[sequence] = None
@@ -489,6 +476,7 @@ class Scheduler:
         if sequence.num_inflight == 0 and not sequence.needs_readout:
             del self._leaving[sequence]
             if sequence.state is SequenceState.FINISHING:
+                sequence.expect_rows()
                 self._give_up_memory(sequence)
                 return [self._end(sequence)]
             self._requeue(sequence)

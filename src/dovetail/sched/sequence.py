@@ -12,6 +12,7 @@ from enum import Enum
 
 from dovetail.cache.ledger import Holding
 from dovetail.config.capture import ColumnSpec
+from dovetail.errors import InvariantError
 from dovetail.sched.captured import CapturedColumns
 from dovetail.sched.plan import Score, TokenScores
 from dovetail.sched.progress import MOST_END_IDS, NEVER, Progress
@@ -30,6 +31,13 @@ class SequenceState(Enum):
     FINISHING = "finishing"  # its end is decided; a step or a read-out is still in flight
     FINISHED = "finished"  # has had its last event
 
+
+EARLY_ROWS = 32
+"""Captured rows that are worth reading before their sequence ends."""
+
+LATE_ROWS = 16
+"""Rows that are left for the end where that is known: others may end in the same step, and what is
+read then holds up the answers of all."""
 
 _LEAVING = (SequenceState.RETRACTING, SequenceState.FINISHING)
 
@@ -164,7 +172,9 @@ class Sequence:
         self.captured: CapturedColumns | None = None
         if request.capture.columns:
             specs = {name: columns[name] for name in request.capture.columns}
-            self.captured = CapturedColumns(specs, start=request.capture.start_len)
+            start = request.capture.start_len
+            max_rows = self.prompt_len + request.max_new_tokens - start
+            self.captured = CapturedColumns(specs, start=start, max_rows=max_rows)
         self.read_at = NEVER
         self.cached_len = 0
         self.scored = self.planned_score = _first_score(request)
@@ -355,6 +365,15 @@ class Sequence:
             captured is not None and self.state in _LEAVING and captured.planned < self.computed_len
         )
 
+    def expect_rows(self) -> None:
+        """Raise InvariantError if a token that was forwarded has no row on record."""
+        captured = self.captured
+        if captured is not None and captured.recorded < self.computed_len:
+            raise InvariantError(
+                f"a sequence ends with rows of {captured.recorded} positions; {self.computed_len} "
+                "have been forwarded"
+            )
+
     def enter(self, slot: int, generation: int, progress: Progress) -> None:
         """Live in a slot from now on."""
         self.slot, self.generation, self._progress = slot, generation, progress
@@ -385,8 +404,12 @@ class Sequence:
         self.read_at = self._next_read_at(self.captured)
 
     def _next_read_at(self, captured: CapturedColumns) -> int:
-        interval = self.request.capture.interval
-        return max(captured.recorded, captured.planned) + interval if interval else NEVER
+        """Return where rows are due: at intervals; else behind the prompt, and before the end."""
+        done, interval = max(captured.recorded, captured.planned), self.request.capture.interval
+        if interval:
+            return done + interval
+        last = self.end_len + 1 - LATE_ROWS
+        return next((at for at in (self.prefill_len, last) if at - done >= EARLY_ROWS), NEVER)
 
     def begin_again(self) -> None:
         """Under new weights, forget the old ones' view of the prompt, unless a token came of it.
@@ -399,7 +422,9 @@ class Sequence:
         self.prompt_scores = []
         captured = self.captured
         if captured is not None and not captured.has_left:
-            self.captured = CapturedColumns(captured.specs, start=captured.start)
+            self.captured = CapturedColumns(
+                captured.specs, start=captured.start, max_rows=captured.max_rows
+            )
 
     def forget_memory(self) -> None:
         """Go back to the state before any forward; the record stays."""

@@ -106,7 +106,14 @@ class Detokenizer:
         Args:
             token_ids: ids in the order they were committed; may be empty.
         """
-        return "".join([self._push_token(token_id) for token_id in token_ids])
+        ids = tuple(token_ids)
+        if not self._stops and len(ids) > 1:
+            # With another token behind it, none of these can be cut off.
+            self._held += self._tokenizer.joined_bytes(
+                ids[:-1], skip_special_tokens=self._sampling.skip_special_tokens
+            )
+            ids = ids[-1:]
+        return "".join([self._push_token(token_id) for token_id in ids])
 
     def finish(self, reason: FinishReason) -> str:
         """Return the rest of the text, cut as ``reason`` says. Call it once, last.

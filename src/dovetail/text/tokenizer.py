@@ -143,8 +143,13 @@ class Tokenizer:
             token_id: a token id; it may lie outside the vocabulary.
             skip_special_tokens: let special tokens contribute nothing.
         """
+        return self.joined_bytes((token_id,), skip_special_tokens=skip_special_tokens)
+
+    def joined_bytes(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> bytes:
+        """Return the bytes of tokens, one behind the other; see ``token_bytes``."""
         table = self._visible_bytes if skip_special_tokens else self._bytes
-        return table[token_id] if 0 <= token_id < self.vocab_size else b""
+        size = self.vocab_size
+        return b"".join([table[i] if 0 <= i < size else b"" for i in token_ids])
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, the same that a ``Detokenizer`` streams.
@@ -153,10 +158,8 @@ class Tokenizer:
             token_ids: token ids; unknown ones contribute nothing.
             skip_special_tokens: leave special tokens out.
         """
-        return b"".join(
-            self.token_bytes(token_id, skip_special_tokens=skip_special_tokens)
-            for token_id in token_ids
-        ).decode("utf-8", errors="replace")
+        data = self.joined_bytes(token_ids, skip_special_tokens=skip_special_tokens)
+        return data.decode("utf-8", errors="replace")
 
 
 def read_json(path: Path) -> dict[str, Any]:

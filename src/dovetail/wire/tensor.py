@@ -1,10 +1,17 @@
 """The one way an array crosses the engine's border."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+
+@cache
+def _name_of(dtype: np.dtype[np.generic]) -> str:
+    """Return numpy's name, which takes numpy longer than all else that there is to pack."""
+    return dtype.name
 
 
 class TensorEnvelope(msgspec.Struct, frozen=True):
@@ -32,7 +39,7 @@ class TensorEnvelope(msgspec.Struct, frozen=True):
         first = arrays[0]
         shape = (sum(len(array) for array in arrays), *first.shape[1:])
         pieces = tuple(array.reshape(-1).view(np.uint8).data for array in arrays)
-        return cls(first.dtype.name, shape, tuple(piece.toreadonly() for piece in pieces))
+        return cls(_name_of(first.dtype), shape, tuple(piece.toreadonly() for piece in pieces))
 
     @classmethod
     def join(cls, parts: Sequence["TensorEnvelope"]) -> "TensorEnvelope":

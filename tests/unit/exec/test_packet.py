@@ -9,10 +9,12 @@ from hypothesis import given
 
 from dovetail.errors import InvariantError
 from dovetail.exec.packet import PacketWriter, packet_schema, read_packet
+from dovetail.exec.readback import COPY_COLUMNS, payload_layout
 from dovetail.sched.plan import (
     FROM_DEVICE,
     MAX_BIASES,
     PageWrites,
+    Readout,
     Rows,
     SlotWrites,
     StepPlan,
@@ -138,6 +140,25 @@ def test_nothing_is_left_of_the_packet_that_was_in_the_block_before(plan):
     writer.write(decode_plan(), words, result=0)
     left = {n: len(f) for n, f in read_packet(SCHEMA, words).fields.items() if len(f)}
     assert left == {f"rows.{name}": 3 for name in ROW_FIELDS}
+
+
+def test_what_is_read_out_is_read_as_it_was_written():
+    readouts = (
+        Readout(2, 9, 3, 17, ("tokens",)),
+        Readout(0, 1, 0, 8, ("tokens",)),
+        Readout(3, 4, 5, 5, ("tokens",)),
+    )
+    plan, words = dataclasses.replace(decode_plan(), readouts=readouts), block()
+    layout = payload_layout(plan, CONFIG.columns)
+    PacketWriter(SCHEMA).write(plan, words, result=0, copies=layout.copies)
+    fields = read_packet(SCHEMA, words).fields
+    assert {name: fields[f"copies.{name}"].tolist() for name in COPY_COLUMNS} == {
+        "column": [0, 0, 0],
+        "slot": [2, 0, 3],
+        "start": [3, 0, 5],
+        "count": [14, 8, 0],
+        "first": [0, 14, 22],
+    }
 
 
 @given(plans())

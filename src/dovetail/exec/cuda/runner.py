@@ -19,6 +19,7 @@ from dovetail.exec.blocks import step_blocks
 from dovetail.exec.cuda.arena import PlainStepMemory, StepMemory
 from dovetail.exec.cuda.graphs import StepGraphs
 from dovetail.exec.cuda.pack import pack
+from dovetail.exec.cuda.rows import RowCopies
 from dovetail.exec.cuda.shaped import ShapedDraws
 from dovetail.exec.cuda.shaped_graphs import ShapedGraphs
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors, step_shape
@@ -88,9 +89,17 @@ class CudaRunner:
             kernels=kernels,
             vocab_size=geometry.vocab_size,
         )
+        schema = packet_schema(config)
+        self._copies = RowCopies(
+            self.blocks.packet,
+            schema,
+            self._slots,
+            self._kv.sidecars,
+            page_size=config.page_size,
+        )
         self._unpacker = Unpacker(
             packet=self.blocks.packet,
-            schema=packet_schema(config),
+            schema=schema,
             slots=self._slots,
             inputs=self._inputs,
             kv=self._kv,
@@ -100,9 +109,13 @@ class CudaRunner:
         device.register_state(*self._slots.tensors, *self._inputs.tensors, *self._shaped.tensors)
 
     @torch.inference_mode()
-    def read_out(self, layout: PayloadLayout, payload: Tensor) -> None:
-        """Gather the columns of the plan's read-outs into the payload block."""
-        self._memory.run(self._gather, layout, DevicePayload(payload))
+    def read_out(self, plan: StepPlan, layout: PayloadLayout, payload: Tensor) -> None:
+        """See ``Runner``."""
+        self._tenants.check(
+            [readout.slot for readout in plan.readouts],
+            [readout.generation for readout in plan.readouts],
+        )
+        self._copies.read_out(layout, payload)
 
     def run(
         self, plan: StepPlan, layout: PayloadLayout, result: Tensor, payload: Tensor | None
@@ -160,9 +173,9 @@ class CudaRunner:
             draws = self._draw_shaped(shape, forwarded)
             pack(self._inputs, self._slots, draws, forwarded.is_spoilt_T, self.blocks)
         if payload is not None:
-            block, alone = DevicePayload(payload), self._memory.run
-            alone(self._pack_snapshot, plan, layout, block)
-            alone(self._write_scores, plan, forwarded, draws, layout, block, result)
+            self._pack_snapshot(plan, layout, payload)
+            block = DevicePayload(payload)
+            self._memory.run(self._write_scores, plan, forwarded, draws, layout, block, result)
 
     def _forward(self, shape: StepShape) -> Forwarded:
         """Forward what the inputs hold, and draw plainly for each row."""
@@ -227,13 +240,6 @@ class CudaRunner:
             draws = self._shaped_graphs.replay(shape)
         return self.draw_alone(forwarded.logits_RV) if draws is None else draws
 
-    def _gather(self, layout: PayloadLayout, block: DevicePayload) -> None:
-        for readout, slices in layout.readouts:
-            self._tenants.check([readout.slot], [readout.generation])
-            slots = self._slots_of(readout.slot, readout.end)[readout.start :]
-            for column, item in slices.items():
-                block.put(item, self._rows_at(column, slots))
-
     def _works(self, shape: StepShape) -> list[WorkItems]:
         """Divide the work of attention: decode rows, and prompt chunks."""
         at = self._inputs
@@ -279,22 +285,8 @@ class CudaRunner:
             is_refused = is_too_large & (status_R[row] == RowStatus.OK)
             status_R[row].masked_fill_(is_refused, int(RowStatus.LARGE_SUPPORT))
 
-    def _pack_snapshot(self, plan: StepPlan, layout: PayloadLayout, payload: DevicePayload) -> None:
+    def _pack_snapshot(self, plan: StepPlan, layout: PayloadLayout, payload: Tensor) -> None:
         """Copy the forward's rows into memory of the step, while nobody can write over them."""
-        slots = self._inputs.kv_slots_T[: plan.num_tokens]
-        for column, item in layout.snapshot.items():
-            payload.put(item, slots if column == "kv_slots" else self._rows_at(column, slots))
-
-    def _rows_at(self, column: str, slots: Tensor) -> Tensor:
-        """Return a column's rows at some cache slots; unsigned ones as signed, bit for bit."""
-        rows = self._kv.sidecars[column].rows
-        if rows.dtype == torch.uint16:
-            rows = rows.view(torch.int16)
-        return rows.index_select(0, slots)
-
-    def _slots_of(self, slot: int, num_tokens: int) -> Tensor:
-        """Return the cache slots of a sequence's first tokens, int64."""
-        size = self._config.page_size
-        pages = self._slots.page_table_SB[slot, : -(-num_tokens // size)].long()
-        offsets = torch.arange(size, device=pages.device)
-        return (pages[:, None] * size + offsets).view(-1)[:num_tokens]
+        if layout.snapshot:
+            slots_T = self._inputs.kv_slots_T[: plan.num_tokens]
+            self._copies.snapshot(slots_T, layout.snapshot, payload)
