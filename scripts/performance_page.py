@@ -7,6 +7,7 @@ figure's cells in a table.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _summary(lines: list[Line]) -> str:
 def _step(line: Line) -> str:
     if line["unit"] != "copies":
         return f"{line['work'].removeprefix('step: ')}: {line['value']:.0f} {line['unit']}"
-    counts = line["a_step"]
+    counts = Counter(line["a_step"])  # what was not seen is not named
     return (
         f"{line['work'].removeprefix('copies a step: ')}: {counts['HtoD']:g} copy to the device, "
         f"{counts['DtoH']:g} back, {counts['allocations']:g} allocations, "
