@@ -60,9 +60,10 @@ class Player:
         """Let the process end."""
         if self._process is not None:
             process, self._process = self._process, None
-            assert process.stdin is not None
+            assert process.stdin is not None and process.stdout is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
+            process.stdout.close()
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:

@@ -273,8 +273,8 @@ def test_a_whole_vocabulary_on_the_gpu(num_rows: int, scale: float) -> None:
 @pytest.mark.cuda
 def test_the_gpu_cuts_where_the_cpu_does() -> None:
     """Bit for bit: masses are integers."""
-    logits = big_randn(64, 151_936, seed=1, dtype=torch.float32) * 2
     rules = [RULES[name] | {"temperature": 0.3 + i / 40} for i, name in enumerate([*RULES] * 4)]
+    logits = big_randn(len(rules), 151_936, seed=1, dtype=torch.float32) * 2
     params = columns(rules)
     _, _, (_, _, outside_NV) = draw(load_kernels("triton", DEVICE), plain_logits(logits), params)
     theirs = ShapedLogits(*(part.cpu() for part in plain_logits(logits)))
