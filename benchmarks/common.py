@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -14,18 +14,24 @@ import torch
 import dovetail
 
 
-def describe_run(argv: Sequence[str], *packages: str) -> dict[str, object]:
-    """Return the fields that describe this run; ``packages`` adds versions of peers.
+def describe_run(
+    argv: Sequence[str], *packages: str, gpu: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """Return the fields that describe this run.
 
-    ``argv`` is that of the process, or what stands behind ``python``. The path of a module that was
-    run says where somebody keeps the code, so its name takes the place.
+    Args:
+        argv: that of the process, or what stands behind ``python``. The path of a module that was
+            run says where somebody keeps the code, so its name takes the place.
+        packages: peers whose versions are named, too.
+        gpu: ``gpu_rates.gpu_facts()`` of what ran on one; its rates are then the line's, and the
+            CPU is that of the ``host``.
     """
     if argv[0].endswith(".py"):
         argv = ["-m", f"benchmarks.{Path(argv[0]).stem}", *argv[1:]]
+    machine = {"device": cpu_name(), "rates": rates()} if gpu is None else gpu
     return {
         "best_peer": None,
-        "device": cpu_name(),
-        "rates": rates(),
+        **machine,
         "versions": {"dovetail": dovetail.__version__}
         | {name: _version(name) for name in ("torch", "numpy", *packages)}
         | {"python": platform.python_version(), "cuda": torch.version.cuda},

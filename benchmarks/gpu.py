@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.common import describe_run, write_newest
 from benchmarks.floors import Floor
-from benchmarks.gpu_rates import gpu_rates
+from benchmarks.gpu_rates import gpu_facts
 from dovetail.config.model import ModelConfig
 from dovetail.core.engine import Engine
 from dovetail.wire.request import SamplingParams
@@ -226,9 +226,8 @@ def main() -> None:
     about |= {"pool": engine.config.reasons["num_pages"]}
     command = [args.shape, "--works", *args.works, "--repeats", str(args.repeats)]
     command += ["--runs", str(args.runs)]
-    about |= describe_run(["-m", "benchmarks.gpu", *command], "triton")
     with engine:
-        about |= {"device": torch.cuda.get_device_name(), "rates": gpu_rates()}
+        about |= describe_run(["-m", "benchmarks.gpu", *command], "triton", gpu=gpu_facts())
         torch.cuda.empty_cache()
         lines = Lines(args.shape, about, args.out)
         works = Works(engine, repeats=args.repeats, runs=args.runs, batches=args.batches)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from benchmarks.common import describe_run
 from benchmarks.gpu import SHAPES, prompts_of_b, seconds, work_a
-from benchmarks.gpu_rates import graph_us, stream_us
+from benchmarks.gpu_rates import gpu_facts, graph_us, stream_us
 from dovetail.capture.sidecar import Sidecar
 from dovetail.config.capture import ColumnSpec
 from dovetail.core.engine import Engine
@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=37_500, help="of 16 tokens, shared (37,500)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    about = describe_run(["-m", "benchmarks.gpu_capture", *sys.argv[1:]], "triton")
+    about = describe_run(["-m", "benchmarks.gpu_capture", *sys.argv[1:]], "triton", gpu=gpu_facts())
     about |= {"device": torch.cuda.get_device_name()}
     for line in snapshot() if args.snapshot else costs(args):
         with args.out.open("a") as file:

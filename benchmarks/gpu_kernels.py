@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.common import describe_run
-from benchmarks.gpu_rates import L2_BYTES, gpu_rates, graph_us
+from benchmarks.gpu_rates import L2_BYTES, gpu_facts, graph_us
 from dovetail.kernels.backend import Borders, Capture, Kernels, QueryTiles, ShapedLogits
 from dovetail.kernels.registry import load_kernels
 from dovetail.kernels.triton import experts
@@ -404,9 +405,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a file that gets the lines too")
     args = parser.parse_args()
     torch.manual_seed(0)
-    rates = gpu_rates()
-    run = describe_run(sys.argv, "triton")
-    run |= {"device": torch.cuda.get_device_name(DEVICE), "rates": rates}
+    run = describe_run(sys.argv, "triton", gpu=gpu_facts())
+    rates: Any = run["rates"]
     lines = []
     for case in cases(load_kernels("triton", DEVICE)):
         if args.only and not any(word in case.work for word in args.only):

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import describe_run
 from benchmarks.gpu import SHAPES, params, work_a
+from benchmarks.gpu_rates import gpu_facts
 from dovetail.core.engine import Engine
 from dovetail.sched.plan import FROM_DEVICE, StepPlan
 
@@ -106,7 +107,7 @@ def main() -> None:
         max_running=args.max_running, kv_memory=args.kv_memory, context_len=4352,
         chunk_size=args.chunk_size,
     )  # fmt: skip
-    about = describe_run(["-m", "benchmarks.gpu_profile", args.shape], "triton")
+    about = describe_run(["-m", "benchmarks.gpu_profile", args.shape], "triton", gpu=gpu_facts())
     about |= {"device": torch.cuda.get_device_name(), "shape": args.shape}
     lines: list[dict[str, object]] = []
     with engine:

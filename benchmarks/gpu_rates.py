@@ -1,9 +1,12 @@
 """Timing on a GPU: its rates, and how long work takes inside a CUDA graph."""
 
 import statistics
+import subprocess
 from collections.abc import Callable
 
 import torch
+
+from benchmarks.common import cpu_name
 
 L2_BYTES = 64 * 2**20
 """What has to be read in between for memory to be cold, at least."""
@@ -73,6 +76,28 @@ def gpu_rates() -> dict[str, float]:
         "gemm_TFLOP_per_s": round(2 * 8192**3 / product / 1e6, 1),
         "empty_kernel_us": round(graph_us(lambda _: small.zero_(), calls=200), 3),
     }
+
+
+def gpu_facts() -> dict[str, object]:
+    """Return what a line says of the GPU that it was measured on, for ``describe_run``."""
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "driver": driver_version(),
+        "host": cpu_name(),
+        "rates": gpu_rates(),
+    }
+    torch.cuda.empty_cache()  # a few GiB that an engine may want
+    return facts
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver; None where nobody tells."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.partition("\n")[0].strip() or None
 
 
 def _median_us(run: Callable[[], object]) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import describe_run
+from benchmarks.gpu_rates import gpu_facts
 from benchmarks.stepped import SteppedEngine
 from dovetail.wire.request import LogprobParams
 
@@ -68,7 +69,7 @@ def main() -> None:
         context_len=1024, kv_memory="12GiB",
     )  # fmt: skip
     print(f"started in {time.perf_counter() - started:.1f} s", file=sys.stderr)
-    run = describe_run(sys.argv, "triton") | {"device": torch.cuda.get_device_name()}
+    run = describe_run(sys.argv, "triton", gpu=gpu_facts())
     for name, kind in KINDS.items():
         value = round(step_ms(engine, args.rows, args.steps, kind), 3)
         line = {

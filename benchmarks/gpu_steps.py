@@ -24,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import describe_run
+from benchmarks.gpu_rates import gpu_facts
 from benchmarks.stepped import SteppedEngine
 from dovetail.exec.cuda.device import CudaEvent, CudaLane
 from dovetail.exec.readback import payload_layout
@@ -213,7 +214,9 @@ def main() -> None:
         kv_memory="40GiB", chunk_size=2048 - args.rows - 8, capture=tuple(args.capture),
     )  # fmt: skip
     shape = "tiny-moe" if args.folder is None else args.folder.name
-    about = describe_run(["-m", "benchmarks.gpu_steps", *map(str, sys.argv[1:])], "triton")
+    about = describe_run(
+        ["-m", "benchmarks.gpu_steps", *map(str, sys.argv[1:])], "triton", gpu=gpu_facts()
+    )
     about |= {"device": torch.cuda.get_device_name(), "shape": shape, "batch": args.rows}
     for line in lines(engine, args.rows):
         text = json.dumps({"floor": None, "capture": args.capture, **about, **line})

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.common import describe_run
+from benchmarks.gpu_rates import gpu_facts
 from dovetail.replay.packing import RouteBatch
 from dovetail.replay.session import ReplaySession
 
@@ -71,9 +72,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    run = describe_run(sys.argv, "transformers")
-    if args.device == "cuda":
-        run["device"] = torch.cuda.get_device_name()
+    facts = gpu_facts() if args.device == "cuda" else None
+    run = describe_run(sys.argv, "transformers", gpu=facts)
     lines = [
         json.dumps({**measure(*case, args.rounds, args.device), **run})
         for case in CASES[args.device]

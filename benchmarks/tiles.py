@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common import describe_run
 from benchmarks.gpu_kernels import PAGE_SIZE, SHAPES, Shape, randn
-from benchmarks.gpu_rates import graph_us
+from benchmarks.gpu_rates import gpu_facts, graph_us
 from dovetail.kernels.backend import QueryTiles
 from dovetail.kernels.triton import attention, experts
 from dovetail.kernels.triton.tiles import (
@@ -206,7 +206,8 @@ def main() -> None:
         words += ["--only", *args.only]
         jobs = [subprocess.Popen([*words, "--share", str(n)]) for n in range(args.jobs)]
         assert not any(job.wait() for job in jobs)
-    about = describe_run(["-m", "benchmarks.tiles"], "triton")
+    facts = gpu_facts() if args.share is None else None  # those who share write no line
+    about = describe_run(["-m", "benchmarks.tiles"], "triton", gpu=facts)
     about |= {"device": torch.cuda.get_device_name()}
     for make in cases():
         case = make()

@@ -17,4 +17,8 @@ if ROOT not in sys.path:
 settings.register_profile("no-clock", deadline=None)  # machines are shared, and may be slow
 settings.load_profile("no-clock")
 
-pytest_plugins = ("tests.support.interpreter", "tests.support.fixtures")
+pytest_plugins = (
+    "tests.support.interpreter",
+    "tests.support.fixtures",
+    "tests.support.figures",
+)

@@ -11,6 +11,7 @@ import torch
 
 from tests.device.sleepy import sleepy_gpu
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, random_qwen3_moe
+from tests.support.figures import Figure
 from tests.support.gpu_engine import gpu_harness
 from tests.support.handmade import fx_count, fx_tag
 from tests.support.oracle import Oracle
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.cuda
 CROWD = {"context_len": 128, "num_pages": 96, "max_running": 33, "chunk_size": 96}
 """Room for about half of those that run, so memory is taken all the time."""
 TINY_MOE_EOS = (2,)
+BESIDE = "median error of a logprob"
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +44,31 @@ def prepared(asked: list[Asked], oracle: Oracle) -> list[Asked]:
     return asked
 
 
-def spread(errors: np.ndarray) -> str:
+def spread(errors: np.ndarray) -> dict[str, float]:
     """Say how errors are distributed."""
     median, most_of = np.quantile(errors, [0.5, 0.999])
-    return f"median {median:.2e}, p99.9 {most_of:.2e}, most {errors.max():.2e}"
+    return {"median": float(median), "p99.9": float(most_of), "tokens": len(errors)}
 
 
-def test_2000_mixed_requests_are_replayed(tiny_moe_folder, oracle) -> None:
+def check_quantiles(ours: np.ndarray, theirs: np.ndarray) -> dict[str, list[float]]:
+    """Ours are at most half as much again as theirs; return both."""
+    found = {}
+    for quantile in (0.5, 0.9, 0.99):
+        pair = [float(np.quantile(errors, quantile)) for errors in (ours, theirs)]
+        found[f"p{100 * quantile:g}"] = pair
+        assert pair[0] <= 1.5 * pair[1]
+    return found
+
+
+def test_2000_mixed_requests_are_replayed(tiny_moe_folder, oracle, figure: Figure) -> None:
     harness = gpu_harness(tiny_moe_folder, depth=1, **CROWD)
     asked = mixed_traffic(harness, 2000, seed=1)
     check_pool_is_whole(harness)
     harness.close()
     kinds = [one.output.finish.type for one in asked]
     assert kinds.count("abort") > 20 and kinds.count("length") > 1000
-    assert sum(one.output.usage.num_retractions for one in asked) > 100
+    num_retractions = sum(one.output.usage.num_retractions for one in asked)
+    assert num_retractions > 100
     errors, ties = [], 0
     for start in range(0, len(asked), 250):
         part = prepared(asked[start : start + 250], oracle)
@@ -63,7 +76,11 @@ def test_2000_mixed_requests_are_replayed(tiny_moe_folder, oracle) -> None:
         if start < 500:
             ties += num_ties(part, oracle, eos_ids=TINY_MOE_EOS)
     found = np.concatenate(errors)
-    print(f"{len(found)} tokens, {ties} ties in 500 requests; logprob errors:", spread(found))
+    figure(
+        "2,000 mixed requests replayed", float(found.max()), "largest error of a logprob",
+        shape="tiny-moe float32", batch=33, errors=spread(found), ties_in_500=ties,
+        retractions=num_retractions, aborts=kinds.count("abort"),
+    )  # fmt: skip
     assert len(found) > 20_000 and found.max() < 1e-4 and ties < 20
 
 
@@ -79,7 +96,9 @@ def test_depth_and_graphs_change_no_token(depth, graphs, tiny_moe_folder, oracle
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_rows_of_500_mixed_requests_are_those_of_a_forward(graphs, tiny_moe_folder, oracle) -> None:
+def test_rows_of_500_mixed_requests_are_those_of_a_forward(
+    graphs, tiny_moe_folder, oracle, figure: Figure
+) -> None:
     harness = gpu_harness(tiny_moe_folder, graphs=graphs, capture=("experts",), **CROWD)
     asked = mixed_traffic(harness, 500, seed=3, capture=("experts", "tokens"))
     harness.close()
@@ -89,7 +108,10 @@ def test_rows_of_500_mixed_requests_are_those_of_a_forward(graphs, tiny_moe_fold
             num_rows += check_rows(one, oracle)
             tokens = one.output.captured.get("tokens", np.zeros(0, dtype=int))
             assert tokens.tolist() == one.ids[: len(tokens)]
-    print(f"{num_rows} rows of 6 layers")
+    figure(
+        "expert rows of 500 mixed requests", num_rows, "rows, each that of a forward",
+        shape="tiny-moe float32, 6 layers", batch=33, graphs=graphs,
+    )  # fmt: skip
     assert num_rows > 15_000
 
 
@@ -205,16 +227,20 @@ def test_b141_nan_stays_with_its_request(graphs, tiny_moe_folder, oracle) -> Non
     num_ties(done, oracle, eos_ids=())
 
 
-def test_bfloat16_is_no_further_from_float32_than_transformers(tiny_moe_folder, oracle) -> None:
+def test_bfloat16_is_no_further_from_float32_than_transformers(
+    tiny_moe_folder, oracle, figure: Figure
+) -> None:
     """Rounding moves router choices too, so single tokens jump; quantiles are compared."""
     harness = gpu_harness(tiny_moe_folder, dtype="bfloat16", **CROWD)
     asked = mixed_traffic(harness, 300, seed=5)
     harness.close()
     half = Oracle(tiny_moe_folder, dtype=torch.bfloat16, experts="eager")
     ours, theirs = (errors_beside(asked, oracle, other) for other in (None, half))
-    for quantile in (0.5, 0.9, 0.99):
-        print(quantile, np.quantile(ours, quantile), np.quantile(theirs, quantile))
-        assert np.quantile(ours, quantile) <= 1.5 * np.quantile(theirs, quantile)
+    quantiles = check_quantiles(ours, theirs)
+    figure(
+        "bfloat16 beside float32, 300 requests", float(np.median(ours)), BESIDE,
+        shape="tiny-moe", batch=33, ours_and_transformers=quantiles,
+    )  # fmt: skip
     assert np.median(ours) > 0, "these logprobs were not computed in bfloat16"
 
 
@@ -242,7 +268,9 @@ def billion_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-def test_a_random_model_of_a_billion_parameters_follows_the_oracle(billion_folder) -> None:
+def test_a_random_model_of_a_billion_parameters_follows_the_oracle(
+    billion_folder, figure: Figure
+) -> None:
     """In float32 token for token; in bfloat16 as near as transformers in bfloat16 is."""
     oracle = Oracle(billion_folder, experts="eager")
     options = {"context_len": 160, "max_running": 33, "chunk_size": 256, "capture": ("experts",)}
@@ -251,11 +279,15 @@ def test_a_random_model_of_a_billion_parameters_follows_the_oracle(billion_folde
     asked = mixed_traffic(harness, 96, **traffic)
     harness.close()
     errors = logprob_errors(prepared(asked, oracle), oracle)
-    print("float32:", spread(errors))
     assert errors.max() < 1e-3
     ties = num_ties(asked, oracle, eos_ids=(EOS_ID,), noise=1e-3, router_noise=3e-4)
     num_rows = sum(check_rows(one, oracle, noise=3e-4) for one in asked)
     assert ties < 10 and num_rows > 3000
+    figure(
+        "96 requests beside an oracle", float(errors.max()), "largest error of a logprob",
+        shape="random 1B, 64 experts, float32", batch=33, errors=spread(errors), ties=ties,
+        rows=num_rows,
+    )  # fmt: skip
     harness = gpu_harness(billion_folder, num_pages=300, dtype="bfloat16", **options)
     asked = mixed_traffic(harness, 96, **traffic)
     harness.close()
@@ -263,6 +295,8 @@ def test_a_random_model_of_a_billion_parameters_follows_the_oracle(billion_folde
     oracle.model.cpu()
     half = Oracle(billion_folder, dtype=torch.bfloat16, experts="eager")
     theirs = errors_beside(asked, oracle, half)
-    for quantile in (0.5, 0.9, 0.99):
-        print(quantile, np.quantile(ours, quantile), np.quantile(theirs, quantile))
-        assert np.quantile(ours, quantile) <= 1.5 * np.quantile(theirs, quantile)
+    figure(
+        "bfloat16 beside float32, 96 requests", float(np.median(ours)), BESIDE,
+        shape="random 1B, 64 experts", batch=33,
+        ours_and_transformers=check_quantiles(ours, theirs),
+    )  # fmt: skip

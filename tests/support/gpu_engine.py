@@ -20,7 +20,7 @@ from tests.support.harness import Harness, make_config
 
 
 @lru_cache(maxsize=4)
-def load_on_gpu(folder: Path, dtype: str) -> DecoderLM:
+def load_on_gpu(folder: Path, dtype: str, moe_backend: str = "triton") -> DecoderLM:
     """Load a model once for all tests; nobody writes its weights."""
     where = torch.device("cuda")
     model = build_model(
@@ -28,26 +28,36 @@ def load_on_gpu(folder: Path, dtype: str) -> DecoderLM:
         dtype=getattr(torch, dtype),
         device=where,
         comm=LocalComm(),
-        kernels=load_kernels("triton", where),
+        kernels=load_kernels("triton", where, moe_backend=moe_backend),
     )
     load_weights(model, folder, comm=LocalComm(), on_progress=None)
     return model
 
 
-def gpu_executor(folder: Path, device: Device | None = None) -> Callable[[EngineConfig], Executor]:
+def gpu_executor(
+    folder: Path, device: Device | None = None, *, moe_backend: str = "triton"
+) -> Callable[[EngineConfig], Executor]:
     """Return what ``Harness`` takes as ``make_executor``; a device that is not given is made."""
 
     def make(config: EngineConfig) -> Executor:
-        config = msgspec.structs.replace(config, device="cuda", memory_fraction=None)
+        changed = {"device": "cuda", "memory_fraction": None, "moe_backend": moe_backend}
+        config = msgspec.structs.replace(config, **changed)
         backend = load_backend(config, device)
-        model = load_on_gpu(folder, config.dtype)
+        model = load_on_gpu(folder, config.dtype, moe_backend)
         runner = backend.make_runner(config, model, lambda what, num_done, num_total: None)
         return Executor(config, runner, backend.device)
 
     return make
 
 
-def gpu_harness(folder: Path, *, device: Device | None = None, **options: object) -> Harness:
+def gpu_harness(
+    folder: Path,
+    *,
+    device: Device | None = None,
+    moe_backend: str = "triton",
+    **options: object,
+) -> Harness:
     """Return a stepped engine whose plans run on the GPU."""
     options = {"dtype": "float32"} | options
-    return Harness(folder, make_executor=gpu_executor(folder, device), **options)
+    make = gpu_executor(folder, device, moe_backend=moe_backend)
+    return Harness(folder, make_executor=make, **options)

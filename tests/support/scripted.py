@@ -91,6 +91,7 @@ def plain_config(
         lanes="inline",
         load_format="safetensors",
         graphs=False,
+        moe_backend="torch",
         reasons={},
     )
 

@@ -23,11 +23,13 @@ import dovetail
 from dovetail.cli.options import PLOT_INSTALL
 from dovetail.config.gpu import Gpu, has_nvidia_driver
 from dovetail.config.hub import HUB_INSTALL
+from dovetail.config.moe_backend import DEFAULT_MOE_BACKEND
+from dovetail.config.schema import DeviceName, MoeBackend
 from dovetail.core.engine import Engine
 from dovetail.exec.cuda.driver import tagged_memory
 from dovetail.exec.gpu import find_gpu
 from dovetail.exec.memory import TaggedMemory
-from dovetail.kernels.choices import kernel_choices
+from dovetail.kernels.choices import kernel_choices, optional_backends
 from dovetail.wire.request import SamplingParams
 
 GOLDEN_PROMPT = "ROMEO\n"
@@ -91,6 +93,7 @@ def examine() -> Iterator[Finding]:
     )
     gpu = find_gpu()
     yield _kernels(gpu)
+    yield from _optional_backends(gpu)
     yield _pinned_memory(has_cuda=torch.cuda.is_available())
     yield _mapped_memory(None if gpu is None else tagged_memory(torch.device("cuda", 0)))
     for name in OPTIONAL:
@@ -172,10 +175,26 @@ def _gpu(*, is_there: bool, answers: bool, has_triton: bool) -> Finding:
 
 
 def _kernels(gpu: Gpu | None) -> Finding:
-    device_type = "cpu" if gpu is None or gpu.problem else "cuda"
-    choices = [f"{choice.operations}: {choice.backend}" for choice in kernel_choices(device_type)]
+    choices = [
+        f"{choice.operations}: {choice.backend}" for choice in kernel_choices(*_defaults(gpu))
+    ]
     detail = "; ".join(choices) + " (config explain says why)"
     return Finding(what="kernels", verdict="ok", detail=detail)
+
+
+def _optional_backends(gpu: Gpu | None) -> Iterator[Finding]:
+    """Yield what is to be said of each; none is missing, as the engine has its own of all."""
+    for backend in optional_backends(*_defaults(gpu)):
+        is_installed = "installed" if backend.is_installed else "not installed"
+        is_chosen = "chosen" if backend.is_chosen else "not chosen"
+        detail = f"{is_installed}, {is_chosen} for {backend.operations}: {backend.reason}"
+        yield Finding(what=backend.name, verdict="ok", detail=detail)
+
+
+def _defaults(gpu: Gpu | None) -> tuple[DeviceName, MoeBackend]:
+    """Return the device that an engine takes by itself, and who computes experts there."""
+    device: DeviceName = "cpu" if gpu is None or gpu.problem else "cuda"
+    return device, DEFAULT_MOE_BACKEND[device]
 
 
 def _mapped_memory(memory: TaggedMemory | None) -> Finding:

@@ -7,6 +7,7 @@ what they leave of a GPU is not known yet.
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -32,11 +33,14 @@ def run(args: argparse.Namespace) -> int:
     # It loads torch, for which nobody should wait to see what has been decided.
     found = load("dovetail.cli.facts")
     facts, means = found.model_facts(config), found.device_means(config)
+    optional = [asdict(backend) for backend in found.optional_means(config)]
     if args.json:
-        print(json.dumps({"config": values, "model": facts, "device": means}, indent=2))
+        said = {"config": values, "model": facts, "device": means, "optional_backends": optional}
+        print(json.dumps(said, indent=2))
         return 0
     console.print(_fact_table(facts, is_least_pool=config.memory_fraction is not None))
     console.print(_means_table(means))
+    console.print(_optional_table(optional))
     return 0
 
 
@@ -80,6 +84,16 @@ def _means_table(means: list[dict[str, str]]) -> Table:
     table = Table("operation", "by", "because", title="device", title_justify="left")
     for row in means:
         table.add_row(row["what"], row["by"], row["reason"])
+    return table
+
+
+def _optional_table(optional: list[dict[str, Any]]) -> Table:
+    table = Table("backend", title="optional backends", title_justify="left")
+    for title in ("operation", "installed", "chosen", "because"):
+        table.add_column(title)
+    for row in optional:
+        flags = ("yes" if row[name] else "no" for name in ("is_installed", "is_chosen"))
+        table.add_row(row["name"], row["operations"], *flags, row["reason"])
     return table
 
 

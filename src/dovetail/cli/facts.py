@@ -13,7 +13,7 @@ from dovetail.dist.comm import LocalComm
 from dovetail.exec.cuda.arena import PlainStepMemory, StepMemory, step_memory
 from dovetail.exec.cuda.driver import tagged_memory
 from dovetail.exec.memory import TaggedMemory, host_memory
-from dovetail.kernels.choices import kernel_choices
+from dovetail.kernels.choices import OptionalBackend, kernel_choices, optional_backends
 from dovetail.models.registry import build_model
 
 
@@ -62,7 +62,7 @@ def device_means(config: EngineConfig) -> list[dict[str, str]]:
     """Return what computes and what remembers on the device: ``what``, ``by``, ``reason`` each."""
     means = [
         {"what": choice.operations, "by": choice.backend, "reason": choice.reason}
-        for choice in kernel_choices(config.device)
+        for choice in kernel_choices(config.device, config.moe_backend)
     ]
     memory: TaggedMemory = host_memory()
     steps: StepMemory = PlainStepMemory("the device is the host")
@@ -76,3 +76,8 @@ def device_means(config: EngineConfig) -> list[dict[str, str]]:
     by = "one segment" if steps.is_reserved else "torch"
     means.append({"what": "memory of a step", "by": by, "reason": steps.reason})
     return means
+
+
+def optional_means(config: EngineConfig) -> tuple[OptionalBackend, ...]:
+    """Return what else could compute, whether it does, and why."""
+    return optional_backends(config.device, config.moe_backend)

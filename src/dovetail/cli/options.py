@@ -6,7 +6,13 @@ Owns the spelling of flags. Defaults are those of the structs that the flags fil
 import argparse
 from typing import Any, get_args
 
-from dovetail.config.schema import DeviceChoice, EngineOptions, LoadFormat, PolicyName
+from dovetail.config.schema import (
+    DeviceChoice,
+    EngineOptions,
+    LoadFormat,
+    MoeBackendChoice,
+    PolicyName,
+)
 from dovetail.wire.request import LogprobKind, SamplingParams
 
 PLOT_INSTALL = "pip install 'dovetail[plot]'"
@@ -98,6 +104,10 @@ def _add_device_flags(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--no-graphs", dest="graphs", default=_UNSET, action="store_false",
         help="on a GPU, launch each kernel of a step by itself",
+    )  # fmt: skip
+    group.add_argument(
+        "--moe-backend", default=_UNSET, choices=get_args(MoeBackendChoice),
+        help="who computes the experts; auto is triton on a GPU, torch on a CPU (default: auto)",
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from dovetail.exec.trace import Span
 COLOURS = {
     "plan": "#4c78a8", "submit": "#f58518", "wait": "#bab0ac", "commit": "#54a24b",
     "upload": "#e45756", "run": "#72b7b2", "download": "#b279a2", "read_out": "#eeca3b",
+    "replay": "#9ecae9",
 }  # fmt: skip
 _OTHER = "#9d755d"
 _WIDTH, _ROW_HEIGHT, _LEFT, _TOP, _RIGHT = 1800, 46, 120, 44, 20
@@ -40,6 +41,8 @@ def load_pillow() -> tuple[Any, Any, Any]:
 
 def row_of(span: Span) -> str:
     """Return the name of the row that a span stands in."""
+    if span.row == "graph":
+        return "graph"
     return f"host: {span.name}" if span.row == "host" else f"{span.row} lane"
 
 
@@ -56,7 +59,8 @@ def draw_timeline(spans: Sequence[Span], title: str, file: Path) -> None:
     """
     image_module, draw_module, font_module = load_pillow()
     order = ["host: plan", "host: submit", "host: wait", "host: commit"]
-    order += ["compute lane", "copy lane"]
+    order += ["compute lane", *(["graph"] if any(s.row == "graph" for s in spans) else [])]
+    order += ["copy lane"]
     height = _TOP + _ROW_HEIGHT * len(order) + 30
     image = image_module.new("RGB", (_WIDTH, height), "white")
     draw, font = draw_module.Draw(image), font_module.load_default(size=_FONT_SIZE)

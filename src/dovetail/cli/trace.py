@@ -3,8 +3,10 @@
 Owns which steps are looked at and what is said of them. The trace is in Chrome's format, which
 https://ui.perfetto.dev shows as well.
 
-A lane is busy from the beginning of a work to its end, pauses between the kernels of one work
-included. GPU idle of a step is 1 - busy time of the compute lane / time from step to step.
+Two shares of time say how idle a device is. ``lane idle`` is 1 - busy time of the compute lane /
+time from step to step; a lane is busy from the beginning of a work to its end, pauses between the
+kernels of one work included. ``GPU idle`` is 1 - time of the recorded graph / time from step to
+step, so all that a step launches beside its graph counts as idle.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from dovetail.errors import RequestError
 from dovetail.exec.cuda.clock import CudaClock
 from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.device import CpuDevice, Device
+from dovetail.exec.executor import Executor
 from dovetail.exec.gpu import find_gpu
 from dovetail.exec.pending import PendingStep
 from dovetail.exec.trace import HostClock, Recorder, Span, note_lanes
@@ -46,18 +49,25 @@ class Steps:
         spans: of these steps alone.
         step_s: from a step's first work on the compute lane to that of the next.
         busy_s: of the compute lane, by step.
+        graph_s: of the recorded graph on it, by step; 0 where none was replayed.
         host_s: planning, submitting and committing, by step; not waiting.
     """
 
     spans: list[Span]
     step_s: list[float]
     busy_s: list[float]
+    graph_s: list[float]
     host_s: list[float]
 
     @property
-    def idle(self) -> float:
+    def lane_idle(self) -> float:
         """The share of time in which the compute lane had nothing to do."""
         return max(0.0, 1 - sum(self.busy_s) / sum(self.step_s))
+
+    @property
+    def gpu_idle(self) -> float | None:
+        """The share of time in which no graph ran; None if steps ran without one."""
+        return max(0.0, 1 - sum(self.graph_s) / sum(self.step_s)) if all(self.graph_s) else None
 
 
 class Tracer:
@@ -76,6 +86,9 @@ class Tracer:
         loop.scheduler.plan = note("plan", self._next_plan)
         loop.executor.submit = note("submit", self._next_submit)
         loop.scheduler.commit = note("commit", loop.scheduler.commit)
+        graphs = loop.executor.graphs if isinstance(loop.executor, Executor) else None
+        if graphs is not None:
+            graphs.replay = self.recorder.replay(graphs.replay)
 
     def _next_plan(self) -> StepPlan | None:
         plan = self._plan()
@@ -133,20 +146,35 @@ def summarise(spans: Iterable[Span], steps: Sequence[int]) -> Steps:
         if span.step in by_step:
             by_step[span.step].append(span)
 
-    def compute(step: int) -> list[Span]:
-        return [span for span in by_step[step] if span.row == "compute"]
+    def of(row: str, step: int) -> list[Span]:
+        return [span for span in by_step[step] if span.row == row]
 
-    begins = [min(span.begin_s for span in compute(step)) for step in steps]
+    begins = [min(span.begin_s for span in of("compute", step)) for step in steps]
     shown = [span for step in steps[:-1] for span in by_step[step]]
     return Steps(
         spans=shown,
         step_s=np.diff(begins).tolist(),
-        busy_s=[_seconds(compute(step)) for step in steps[:-1]],
+        busy_s=[_seconds(of("compute", step)) for step in steps[:-1]],
+        graph_s=[_seconds(of("graph", step)) for step in steps[:-1]],
         host_s=[
             _seconds(s for s in by_step[step] if s.row == "host" and s.name != "wait")
             for step in steps[:-1]
         ],
     )
+
+
+def told(steps: Steps) -> str:
+    """Say what steps took: medians, and shares of all their time."""
+    parts = [
+        f"{1e3 * median(steps.step_s):.3f} ms a step",
+        f"compute lane {1e3 * median(steps.busy_s):.3f} ms",
+        f"host {1e3 * median(steps.host_s):.3f} ms",
+        f"lane idle {steps.lane_idle:.1%}",
+    ]
+    if steps.gpu_idle is not None:
+        parts.insert(2, f"graph {1e3 * median(steps.graph_s):.3f} ms")
+        parts.append(f"GPU idle {steps.gpu_idle:.1%} (1 - graph / step)")
+    return ", ".join(parts)
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
@@ -213,12 +241,8 @@ def run(args: argparse.Namespace) -> int:
             prompts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, sampling_seed=0)
         )
     steps = tracer.steps(args.steps, args.batch)
-    where = engine.config.device
     said = (
-        f"{args.steps} decode steps of {args.batch} rows on {where}: "
-        f"{1e3 * median(steps.step_s):.3f} ms a step, compute lane "
-        f"{1e3 * median(steps.busy_s):.3f} ms, host {1e3 * median(steps.host_s):.3f} ms, "
-        f"{'GPU' if where == 'cuda' else 'compute lane'} idle {steps.idle:.1%}"
+        f"{args.steps} decode steps of {args.batch} rows on {engine.config.device}: {told(steps)}"
     )
     with writing("--out", args.out):
         args.out.write_text(json.dumps(chrome_trace(steps.spans)), encoding="utf-8")

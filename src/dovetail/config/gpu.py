@@ -34,11 +34,14 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
         name: as its driver says it.
         memory_bytes: all it has.
         problem: what keeps the engine from running on it; None if nothing does.
+        has_grouped_mm: whether PyTorch has a grouped matrix product for it that waits for nothing
+            (in bfloat16).
     """
 
     name: str
     memory_bytes: int
     problem: str | None = None
+    has_grouped_mm: bool = False
 
 
 def has_nvidia_driver() -> bool:

@@ -16,6 +16,7 @@ from dovetail.config.gpu import (
 )
 from dovetail.config.hub import locate_model
 from dovetail.config.model import ModelConfig
+from dovetail.config.moe_backend import decide_moe_backend
 from dovetail.config.payload import readout_bytes, sample_score_bytes
 from dovetail.config.pool import (
     DEFAULT_KV_MEMORY,
@@ -58,6 +59,9 @@ def resolve(options: EngineOptions, gpu: Gpu | None = None) -> EngineConfig:
     model = ModelConfig.from_folder(folder)
     device = _decide_device(options, model, gpu, reasons)
     dtype = _decide_dtype(options, device, reasons)
+    moe_backend, reasons["moe_backend"] = decide_moe_backend(
+        options, device=device, dtype=dtype, model=model, gpu=gpu
+    )
     context_len = _decide_context_len(options, model, reasons)
     capture = checked_capture(options.capture, model)
     memory_fraction = _decide_memory_fraction(options, device, reasons)
@@ -102,6 +106,7 @@ def resolve(options: EngineOptions, gpu: Gpu | None = None) -> EngineConfig:
         lanes=options.lanes,
         load_format=options.load_format,
         graphs=options.graphs,
+        moe_backend=moe_backend,
         reasons=reasons,
     )
 

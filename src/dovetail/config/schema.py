@@ -20,6 +20,8 @@ DTypeName = Literal["float32", "bfloat16"]
 DeviceName = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["safetensors", "dummy"]
+MoeBackend = Literal["triton", "torch"]
+MoeBackendChoice = Literal["auto", "triton", "torch"]
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +60,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             model's width.
         lanes: ``inline`` runs device work at submission, ``threaded`` on a thread a lane.
         graphs: on a GPU, record steps as CUDA graphs when the engine starts.
+        moe_backend: who computes the experts: ``triton`` (on a GPU), ``torch`` (its grouped matrix
+            product; on a GPU the experts' sizes must be multiples of 16 bytes, and ``graphs`` need
+            bfloat16 and an H100, H200, B200 or the like), or ``auto``: Triton on a GPU and torch on
+            a CPU.
     """
 
     model: str | None = None
@@ -79,6 +85,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_threads: int | None = None
     lanes: Literal["inline", "threaded"] = "inline"
     graphs: bool = True
+    moe_backend: MoeBackendChoice = "auto"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +128,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int
     lanes: str
     graphs: bool
+    moe_backend: MoeBackend
     reasons: dict[str, str]
 
     @property

@@ -9,7 +9,7 @@ like: that is the business of its ``Runner``.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -24,13 +24,30 @@ from dovetail.exec.ring import BlockRing, TransferBlock, joint_blocks, paired_bl
 from dovetail.sched.plan import StepPlan, StepResult
 
 
+class Graphs(Protocol):
+    """Recorded steps."""
+
+    def replay(self, padded: Any) -> object | None:
+        """Run what was recorded for a shape; None if nothing was."""
+        ...
+
+
 class Runner(Protocol):
     """The compute lane's part of a step. Owns the device memory; each device has its own.
 
     All methods run as work of the compute lane, in order. Blocks are uint8, on the device.
+
+    Attributes:
+        blocks: what a packet is sent to, and what results are packed into.
+        graphs: the steps that are recorded; None where each is launched by itself.
     """
 
     blocks: StepBlocks
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """See above."""
+        ...
 
     def read_out(self, plan: StepPlan, layout: PayloadLayout, payload: Tensor) -> None:
         """Gather the columns of the packet's read-outs into the payload block.
@@ -75,6 +92,11 @@ class Executor:
         self._staging = ring(joint_blocks(device, blocks.packet, num_blocks=num_blocks))
         self._results = ring(paired_blocks(device, blocks.results))
         self._payloads = ring(paired_blocks(device, payloads))
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """See ``Runner``."""
+        return self._runner.graphs
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Queue one step; see ``StepExecutor``."""

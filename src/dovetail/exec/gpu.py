@@ -9,6 +9,10 @@ from dovetail.config.gpu import Gpu
 _LEAST_CAPABILITY = (8, 0)
 """Ampere: the first whose matrix units take bfloat16."""
 
+_GROUPED_MM_MAJORS = (9, 10)
+"""Hopper and Blackwell: for these PyTorch's ``grouped_mm`` has one kernel; for others it reads the
+sizes of the groups back and multiplies one by one."""
+
 
 def find_gpu() -> Gpu | None:
     """Return this process's first NVIDIA GPU; None if none answers."""
@@ -24,4 +28,9 @@ def find_gpu() -> Gpu | None:
     elif find_spec("triton") is None:
         problem = "its kernels need the package triton"
     memory_bytes = torch.cuda.get_device_properties(0).total_memory
-    return Gpu(name=name, memory_bytes=memory_bytes, problem=problem)
+    return Gpu(
+        name=name,
+        memory_bytes=memory_bytes,
+        problem=problem,
+        has_grouped_mm=torch.version.hip is None and capability[0] in _GROUPED_MM_MAJORS,
+    )

@@ -37,6 +37,8 @@ from dovetail.sched.plan import RowStatus, StepPlan
 class StepRunner:
     """Runs packets on the model; an ``exec.executor.Runner``."""
 
+    graphs = None
+
     def __init__(self, config: EngineConfig, model: CausalLM, device: Device) -> None:
         self._config = config
         self._schema = packet_schema(config)

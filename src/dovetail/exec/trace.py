@@ -45,7 +45,8 @@ class Span:
     """Something that took time.
 
     Attributes:
-        row: where it is shown: ``host``, or the name of a lane.
+        row: where it is shown: ``host``, the name of a lane, or ``graph`` for the recorded part of
+            a work of the compute lane.
         name: of the call or the work.
         step: how many steps had been planned when it was begun, or submitted.
         begin_s, end_s: as ``time.perf_counter``.
@@ -91,6 +92,21 @@ class Recorder(Generic[Stamp]):
             begin = self._clock.stamp()
             fn(*args)
             self._work.append((lane, name, step, begin, self._clock.stamp()))
+
+        return noted
+
+    def replay(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``fn``, a part of a work that replays a graph, noted as time of the graph.
+
+        For lanes that run work at submission. A call that returns None found none, and counts not.
+        """
+
+        def noted(*args: Any) -> Any:
+            begin = self._clock.stamp()
+            found = fn(*args)
+            if found is not None:
+                self._work.append(("graph", "replay", self.step, begin, self._clock.stamp()))
+            return found
 
         return noted
 

@@ -9,8 +9,10 @@ from dovetail.cli import doctor, main
 from dovetail.cli.doctor import Finding
 from dovetail.config.gpu import Gpu
 from dovetail.exec.memory import PlainMemory
+from dovetail.kernels import choices
 
 Capture = pytest.CaptureFixture[str]
+H200 = Gpu(name="NVIDIA H200", memory_bytes=2**37)
 
 
 def broken() -> tuple[int, ...]:
@@ -99,6 +101,19 @@ def test_kernels_are_named_by_operation() -> None:
     assert "all else: torch" in doctor._kernels(None).detail
     old = Gpu(name="Old", memory_bytes=2**33, problem="it is old")
     assert doctor._kernels(old) == doctor._kernels(None)
-    assert (
-        "fused_moe: triton" in doctor._kernels(Gpu(name="NVIDIA H200", memory_bytes=2**37)).detail
-    )
+    assert "fused_moe: triton" in doctor._kernels(H200).detail
+
+
+def test_optional_backends_are_named_with_what_was_chosen_and_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choices, "find_spec", lambda name: name if name == "flash_attn" else None)
+    for gpu, words in ((None, "computes on GPUs alone"), (H200, "there is no adapter")):
+        found = {finding.what: finding for finding in doctor._optional_backends(gpu)}
+        assert found["FlashAttention"].detail.startswith("installed, not chosen for paged_att")
+        assert found["FlashInfer"].detail.startswith("not installed, not chosen for paged_att")
+        assert words in found["FlashInfer"].detail
+        assert all(finding.verdict == "ok" for finding in found.values())
+    assert "not chosen for fused_moe: no wait" in found["torch grouped_mm"].detail
+    [*_, on_cpu] = doctor._optional_backends(None)
+    assert on_cpu.detail.startswith("installed, chosen for fused_moe: one call")

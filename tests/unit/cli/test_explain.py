@@ -102,4 +102,21 @@ def test_on_a_gpu_each_operation_is_named_with_its_reason() -> None:
     config = resolve(options_from({"device": "cuda"}))
     means = {row["what"]: row for row in device_means(config)}
     assert means["fused_moe"]["by"] == "triton" and means["fused_moe"]["reason"]
-    assert len(means) == len(kernel_choices("cuda")) + 2
+    assert len(means) == len(kernel_choices("cuda", "triton")) + 2
+
+
+def test_optional_backends_are_named_with_what_was_chosen_and_why(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    flags = ("--device", "cuda", "--moe-backend", "torch")
+    said = json.loads(explain(capsys, "--json", *flags))
+    assert said["config"]["moe_backend"] == {"value": "torch", "reason": "given"}
+    chosen = {row["name"]: row["is_chosen"] for row in said["optional_backends"]}
+    assert chosen == {"FlashAttention": False, "FlashInfer": False, "torch grouped_mm": True}
+    assert all(row["reason"] for row in said["optional_backends"])
+    means = {row["what"]: row["by"] for row in said["device"]}
+    assert means["fused_moe"] == "torch" and means["route"] == "triton"
+    table = explain(capsys, *flags)
+    for words in ("optional backends", "FlashInfer", "there is no adapter", "as moe_backend says"):
+        assert words in table

@@ -9,7 +9,7 @@ from PIL import Image
 
 from dovetail.cli import main, trace
 from dovetail.cli.timeline import COLOURS, draw_timeline
-from dovetail.cli.trace import SKIPPED, Tracer, chrome_trace, steps_in_a_row, summarise
+from dovetail.cli.trace import SKIPPED, Tracer, chrome_trace, steps_in_a_row, summarise, told
 from dovetail.config.gpu import Gpu
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import RequestError
@@ -26,7 +26,8 @@ def test_a_trace_has_every_call_and_work_of_its_steps(tmp_path: Path, capsys) ->
     file, picture = tmp_path / "t.json", tmp_path / "t.png"
     assert main([*WORDS, "--out", str(file), "--png", str(picture)]) == 0
     said = capsys.readouterr().out
-    assert "5 decode steps of 3 rows on cpu" in said and "compute lane idle" in said
+    assert "5 decode steps of 3 rows on cpu" in said and "lane idle" in said
+    assert "GPU idle" not in said
     events = json.loads(file.read_text())["traceEvents"]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     shown = [(rows[e["tid"]], e["name"], e["args"]["step"]) for e in events if e["ph"] == "X"]
@@ -72,9 +73,51 @@ def test_idle_is_the_time_in_which_the_compute_lane_has_nothing() -> None:
     ]
     steps = summarise(spans, [0, 1, 2])
     assert steps.step_s == [10, 10] and steps.busy_s == [6, 6] and steps.host_s == [1, 1]
-    assert steps.idle == pytest.approx(0.4)
+    assert steps.lane_idle == pytest.approx(0.4)
     assert {span.step for span in steps.spans} == {0, 1}
     assert len(chrome_trace(steps.spans)["traceEvents"]) == 4 + 10
+
+
+def test_a_gpu_is_idle_while_no_graph_runs() -> None:
+    spans = [
+        span
+        for step in range(3)
+        for span in (
+            Span("compute", "run", step, 10.0 * step, 10.0 * step + 8),
+            Span("graph", "replay", step, 10.0 * step + 1, 10.0 * step + 6),
+        )
+    ]
+    steps = summarise(spans, [0, 1, 2])
+    assert steps.busy_s == [8, 8] and steps.graph_s == [5, 5]
+    assert steps.lane_idle == pytest.approx(0.2) and steps.gpu_idle == pytest.approx(0.5)
+    said = told(steps)
+    assert "graph 5000.000 ms" in said and "lane idle 20.0%" in said and "GPU idle 50.0%" in said
+    spans = [span for span in spans if span.step != 1 or span.row == "compute"]
+    without = summarise(spans, [0, 1, 2])
+    assert without.gpu_idle is None and "GPU idle" not in told(without)
+
+
+def test_a_replay_is_noted_if_there_was_a_graph() -> None:
+    recorder = Recorder(HostClock())
+    recorder.step = 7
+    replay = recorder.replay(lambda shape: shape if shape > 1 else None)
+    assert replay(1) is None and replay(2) == 2
+    [span] = recorder.spans()
+    assert (span.row, span.name, span.step) == ("graph", "replay", 7)
+    assert span.begin_s <= span.end_s
+
+
+def test_a_graph_has_a_row_of_its_own(tmp_path: Path) -> None:
+    work = Span("compute", "run", 0, 0.0, 4.0)
+    colour = tuple(int(COLOURS["replay"][i : i + 2], 16) for i in (1, 3, 5))
+    found = []
+    for spans in ([work], [work, Span("graph", "replay", 0, 1.0, 3.0)]):
+        draw_timeline(spans, "title", tmp_path / "t.png")
+        with Image.open(tmp_path / "t.png") as image:
+            colours = {rgb for _, rgb in image.getcolors(maxcolors=2**16)}
+            found.append((image.height, colour in colours))
+    (height, is_there), (with_graph, is_there_too) = found
+    assert with_graph > height and (is_there, is_there_too) == (False, True)
 
 
 def test_steps_are_in_a_row_or_refused() -> None:

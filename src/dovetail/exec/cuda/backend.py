@@ -43,7 +43,8 @@ def backend(config: EngineConfig, device: Device | None) -> Backend:
     gpu = device or CudaDevice()
     if not isinstance(gpu, CudaDevice):
         raise InvariantError("'cuda' was given a device that is no GPU")
-    kernels, memory = load_kernels("triton", gpu.torch_device), step_memory(gpu.torch_device)
+    kernels = load_kernels("triton", gpu.torch_device, moe_backend=config.moe_backend)
+    memory = step_memory(gpu.torch_device)
 
     group = config.model.num_heads // config.model.num_kv_heads
     tiers = Tiers(

@@ -108,6 +108,11 @@ class CudaRunner:
         )
         device.register_state(*self._slots.tensors, *self._inputs.tensors, *self._shaped.tensors)
 
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """Who replays recorded steps; None if each is launched kernel by kernel."""
+        return self._graphs
+
     @torch.inference_mode()
     def read_out(self, plan: StepPlan, layout: PayloadLayout, payload: Tensor) -> None:
         """See ``Runner``."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dovetail.errors import ConfigError
 from dovetail.kernels.backend import (
     Borders,
     Capture,
@@ -21,8 +22,14 @@ from dovetail.kernels.backend import (
 from dovetail.kernels.ref import activation, moe, norm, rotary, sampling
 
 
-def kernels(device: torch.device) -> "RefKernels":
-    """Return the operations."""
+def kernels(device: torch.device, moe_backend: str | None) -> "RefKernels":
+    """Return the operations.
+
+    Raises:
+        ConfigError: experts are to be computed by others than torch.
+    """
+    if moe_backend not in (None, "torch"):
+        raise ConfigError("moe_backend", f"is '{moe_backend}'; the reference is plain torch")
     return RefKernels()
 
 

@@ -1,4 +1,10 @@
-"""``kernels.backend.Kernels`` in Triton: every operation with the tiles of one table."""
+"""``kernels.backend.Kernels`` in Triton: every operation with the tiles of one table.
+
+Owns who computes the experts: Triton, or torch's grouped matrix product.
+"""
+
+from collections.abc import Callable
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +22,6 @@ from dovetail.kernels.backend import (
 from dovetail.kernels.triton import (
     activation,
     attention,
-    experts,
     norm,
     rotary,
     router,
@@ -24,25 +29,48 @@ from dovetail.kernels.triton import (
     shaped_sampling,
     truncation,
 )
-from dovetail.kernels.triton.tiles import RowTiles, SlotwiseTiles, TileTable
+from dovetail.kernels.triton.experts import TritonExperts
+from dovetail.kernels.triton.grouped_mm import TorchExperts
+from dovetail.kernels.triton.tiles import RowTiles, TileTable
+
+FusedMoe = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""See ``Kernels.fused_moe``."""
+
+MOE_BACKENDS: MappingProxyType[str, Callable[[TileTable], FusedMoe]] = MappingProxyType(
+    {"triton": TritonExperts, "torch": TorchExperts}
+)
 
 
-def kernels(device: torch.device) -> "TritonKernels":
+def kernels(device: torch.device, moe_backend: str | None) -> "TritonKernels":
     """Return the operations for ``device``.
 
+    Args:
+        device: where they run.
+        moe_backend: one of ``MOE_BACKENDS``; None is Triton.
+
     Raises:
-        ConfigError: it is no NVIDIA GPU.
+        ConfigError: it is no NVIDIA GPU, or there is no such way to compute the experts.
     """
     if device.type != "cuda":
         raise ConfigError("kernels", f"'triton' needs an NVIDIA GPU, not '{device.type}'")
-    return TritonKernels(TileTable(torch.cuda.get_device_properties(device).multi_processor_count))
+    moe_backend = moe_backend or "triton"
+    if moe_backend not in MOE_BACKENDS:
+        raise ConfigError("moe_backend", f"is '{moe_backend}'; give {' or '.join(MOE_BACKENDS)}")
+    table = TileTable(torch.cuda.get_device_properties(device).multi_processor_count)
+    return TritonKernels(table, MOE_BACKENDS[moe_backend](table))
 
 
 class TritonKernels:
-    """All operations; what each means is said once, in ``kernels.backend``."""
+    """All operations; what each means is said once, in ``kernels.backend``.
 
-    def __init__(self, table: TileTable) -> None:
+    Args:
+        table: the tile sizes of the device.
+        fused_moe: the operation of that name; None is Triton's.
+    """
+
+    def __init__(self, table: TileTable, fused_moe: FusedMoe | None = None) -> None:
         self._table = table
+        self._fused_moe = fused_moe or TritonExperts(table)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``kernels.api.linear``; the library of the GPU's vendor is hard to beat."""
@@ -151,11 +179,7 @@ class TritonKernels:
         w_down_EMI: Tensor,
     ) -> Tensor:
         """See ``Kernels.fused_moe``."""
-        weights = (weights_TK, w_gate_up_E2IM, w_down_EMI)
-        tiles = self._table.experts(len(ids_TK), ids_TK.shape[1], len(w_down_EMI), x_TM.itemsize)
-        if isinstance(tiles, SlotwiseTiles):
-            return experts.slotwise_moe(x_TM, ids_TK, *weights, tiles=tiles)
-        return experts.grouped_moe(x_TM, ids_TK, *weights, tiles=tiles)
+        return self._fused_moe(x_TM, ids_TK, weights_TK, w_gate_up_E2IM, w_down_EMI)
 
     def sample_plain(
         self,

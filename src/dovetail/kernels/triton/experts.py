@@ -23,6 +23,7 @@ from dovetail.kernels.triton.tiles import (
     GemmTiles,
     GroupedTiles,
     SlotwiseTiles,
+    TileTable,
     ceil_div,
     power_of_two,
 )
@@ -331,6 +332,28 @@ def grouped_moe(
     hidden_SI = up_product(x_TM, w_gate_up_E2IM, runs, top_k=top_k, rows=rows, tiles=tiles.up)
     y_SM = down_product(hidden_SI, w_down_EMI, runs, rows=rows, tiles=tiles.down)
     return combine(y_SM, weights_TK)
+
+
+class TritonExperts:
+    """``Kernels.fused_moe`` in Triton, slot by slot or grouped as the table of tiles has it."""
+
+    def __init__(self, table: TileTable) -> None:
+        self._table = table
+
+    def __call__(
+        self,
+        x_TM: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        w_gate_up_E2IM: Tensor,
+        w_down_EMI: Tensor,
+    ) -> Tensor:
+        """See ``kernels.backend.Kernels.fused_moe``."""
+        weights = (weights_TK, w_gate_up_E2IM, w_down_EMI)
+        tiles = self._table.experts(len(ids_TK), ids_TK.shape[1], len(w_down_EMI), x_TM.itemsize)
+        if isinstance(tiles, SlotwiseTiles):
+            return slotwise_moe(x_TM, ids_TK, *weights, tiles=tiles)
+        return grouped_moe(x_TM, ids_TK, *weights, tiles=tiles)
 
 
 def _precision(x: Tensor) -> str:
