@@ -270,12 +270,13 @@ def snapshot() -> list[dict[str, object]]:
     rows = torch.zeros(num_pages * PAGE_SIZE + 1, LAYERS, TOP_K, dtype=torch.int32, device="cuda")
     columns = {"rows": spec}
     config: Any = SimpleNamespace(
-        max_running=TOKENS, max_pages_per_sequence=64, max_step_tokens=TOKENS, columns=columns
-    )
+        max_running=TOKENS, max_pages_per_sequence=64, max_step_tokens=TOKENS, columns=columns,
+        page_size=PAGE_SIZE, max_payload_bytes=2**22,
+    )  # fmt: skip
     schema = packet_schema(config)
     table = torch.randperm(num_pages, device="cuda")[: TOKENS * 16].view(TOKENS, 16).int()
     tables: Any = SimpleNamespace(page_table_SB=table)
-    packet, layout = _packet(columns, schema)
+    packet, layout = _packet(config, schema)
     sidecars = {"rows": Sidecar(spec, rows)}
     copies = RowCopies(packet, schema, tables, sidecars, page_size=PAGE_SIZE)
     kv_slots = (table[:, 0].long() * PAGE_SIZE + slots_of_page[3])[:TOKENS]
@@ -312,14 +313,11 @@ def snapshot() -> list[dict[str, object]]:
     return found
 
 
-def _packet(columns: dict[str, ColumnSpec], schema: PacketSchema) -> tuple[Tensor, PayloadLayout]:
+def _packet(config: Any, schema: PacketSchema) -> tuple[Tensor, PayloadLayout]:
     """Return a packet, on the device, that reads out 16 rows of each of 16 sequences."""
-    builder = PlanBuilder(
-        page_size=PAGE_SIZE, max_page_writes=0, max_token_writes=0, max_payload_bytes=0
-    )
     readouts = tuple(Readout(slot, 1, 0, PAGE_SIZE, ("rows",)) for slot in range(16))
-    plan = replace(builder.build(step_id=0, epoch=0), readouts=readouts)
-    layout = payload_layout(plan, columns)
+    plan = replace(PlanBuilder(config).build(step_id=0, epoch=0), readouts=readouts)
+    layout = payload_layout(plan, config.columns)
     words = np.zeros(schema.num_bytes // 4, dtype=np.int32)
     PacketWriter(schema).write(plan, words, result=0, copies=layout.copies)
     return torch.from_numpy(words.view(np.uint8)).cuda(), layout
