@@ -31,6 +31,7 @@ from dovetail.config.resolve import options_from, resolve
 from dovetail.config.schema import EngineConfig
 from dovetail.core.client import EngineClient
 from dovetail.core.mailbox import Deliver
+from dovetail.core.port import Home
 from dovetail.replay.files import CaptureFileClient
 from dovetail.server.capture_files import CaptureFolder
 from dovetail.server.run import HttpServer, bound_socket, url_of
@@ -52,6 +53,7 @@ class RowsPort:
     """An engine that has computed all rows before it is asked."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self.home = Home()
         self.config = config
         self._rows = rows_of_all()
         self._span = CaptureSpan(start=0, end=NUM_ROWS, epoch=0)
