@@ -16,6 +16,7 @@ from dovetail.exec.pending import PendingStep
 from dovetail.exec.runner import StepRunner
 from dovetail.sched import progress
 from dovetail.sched.plan import StepPlan
+from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence
 from dovetail.wire.request import LogprobParams
 from tests.support.referee import check_append_only
@@ -127,7 +128,7 @@ def test_stamps_are_of_the_forwards_that_drew():
     assert output.usage.completion_tokens == 5 and engine.num_plans == 6
 
 
-@pytest.mark.parametrize("retract_every", [0, 5])
+@pytest.mark.parametrize("retract_every", [0, 7])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_tokens_that_wait_are_of_the_forwards_that_drew(depth, retract_every, monkeypatch):
     """Nobody looks at a record before its end, and a few tokens at a time wait for each."""
@@ -169,15 +170,15 @@ def test_tokens_that_wait_are_of_the_forwards_that_drew(depth, retract_every, mo
 
 
 def test_tokens_that_wait_and_are_lost_are_noticed(monkeypatch):
-    original = Sequence.forget_memory
+    original = Scheduler._retract
 
-    def forget_memory(self):
-        self._progress._num_new[self.slot] = 0
-        original(self)
+    def retract(self, sequence):
+        self._progress._num_new[sequence.slot] = 0
+        original(self, sequence)
 
-    monkeypatch.setattr(Sequence, "forget_memory", forget_memory)
+    monkeypatch.setattr(Scheduler, "_retract", retract)
     with pytest.raises(AssertionError):
-        test_tokens_that_wait_are_of_the_forwards_that_drew(0, 5, monkeypatch)
+        test_tokens_that_wait_are_of_the_forwards_that_drew(0, 7, monkeypatch)
 
 
 def keep_and_recompute(original):
