@@ -156,6 +156,39 @@ def test_extend_is_all_or_nothing():
     ledger.check()
 
 
+def test_many_are_extended_together_as_they_would_be_one_by_one():
+    tables = []
+    for together in (True, False):
+        ledger = make(num_pages=6)
+        holdings = [ledger.open(NS, [i], max_cached=0) for i in range(3)]
+        assert ledger.extend(holdings[1], 3)
+        if together:
+            assert ledger.extend_all(holdings)
+        else:
+            assert all(ledger.extend(holding, holding.capacity + 1) for holding in holdings)
+        assert [holding.capacity for holding in holdings] == [2, 6, 2]
+        tables.append([list(ledger.table(holding)) for holding in holdings])
+        ledger.check()
+    assert tables[0] == tables[1]
+
+
+def test_many_are_extended_all_or_none_and_evict_what_that_takes():
+    ledger = make(num_pages=4)
+    cache(ledger, [1, 1])
+    holdings = [ledger.open(NS, [i], max_cached=0) for i in range(3)]
+    assert ledger.extend(holdings[0], 2)
+    assert ledger.extend_all([]) and ledger.extend_all(holdings[:1])
+    assert not ledger.extend_all(holdings)
+    assert [len(ledger.table(holding)) for holding in holdings] == [2, 0, 0]
+    assert ledger.stats().evictions == 0
+    assert ledger.extend_all(holdings[1:])
+    assert ledger.stats().evictions == 1
+    ledger.check()
+    ledger.release(holdings[2])
+    with pytest.raises(InvariantError):
+        ledger.extend_all(holdings)
+
+
 def test_can_extend_without_a_holding_is_about_a_new_sequence():
     ledger = make(num_pages=4)
     cache(ledger, [1, 1, 1, 1])
