@@ -38,11 +38,13 @@ RULES = {
     "k>V": {"top_k": 4000},
     "k, cold": {"top_k": 40, "temperature": 0.0001},
     "tiny p": {"top_p": 1e-30},
+    "p that rounds to 0": {"top_p": 1e-300},
     "p": {"top_p": 0.7, "temperature": 1.7},
     "p near 1": {"top_p": 0.99999994},
     "min-p": {"min_p": 0.05},
     "min-p=1": {"min_p": 1.0},
     "k and p": {"top_k": 50, "top_p": 0.8},
+    "k, and p that rounds to 0": {"top_k": 50, "top_p": 1e-300},
     "k, and p near 1": {"top_k": 37, "top_p": 0.9999},
     "all": {"top_k": 90, "top_p": 0.95, "min_p": 0.01, "temperature": 0.9, "logprob_kind": 2},
     "raw": {"top_p": 0.5, "logprob_kind": 1},
@@ -189,7 +191,7 @@ def test_each_rule_leaves_what_the_sampler_of_the_cpu_leaves(rule: str) -> None:
 
 def test_rows_of_a_step_have_rules_of_their_own() -> None:
     """From flat to steep, and some with ever smaller differences."""
-    scale = torch.tensor([0.3, 1.0, 3.0, 8.0, 1e-9, 1e-4]).repeat(3)[: len(RULES), None]
+    scale = torch.tensor([0.3, 1.0, 3.0, 8.0, 1e-9, 1e-4]).repeat(4)[: len(RULES), None]
     logits = randn(len(RULES), 300, seed=3) * scale.to(DEVICE)
     check(None, plain_logits(logits), columns(list(RULES.values())))
 

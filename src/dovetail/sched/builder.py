@@ -191,8 +191,7 @@ def _slot_writes(tenants: list[Sequence]) -> SlotWrites:
         generation=ints([t.generation for t in tenants]),
         temperature=floats("temperature"),
         top_k=ints([max(t.request.sampling.top_k, 0) for t in tenants]),
-        # A share that float32 would round to nothing still leaves the likeliest token.
-        top_p=np.maximum(floats("top_p"), np.finfo(np.float32).tiny),
+        top_p=floats("top_p"),
         min_p=floats("min_p"),
         seed=np.array([t.request.seed for t in tenants], dtype=np.uint64),
         sample_index=ints([t.sample_index for t in tenants]),

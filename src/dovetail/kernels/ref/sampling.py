@@ -102,6 +102,7 @@ def support_mask(scaled_NV: Tensor, *, top_k_N: Tensor, top_p_N: Tensor, min_p_N
         gathered_NV = mass_NV.cumsum(dim=-1)
         # In float64, where each operation has one result: a budget is the same on every device.
         budget_N = torch.ceil(top_p_N.double() * gathered_NV[:, -1].double()).to(torch.int64)
+        budget_N.clamp_(min=1)  # float32 rounds a tiny share to nothing; the likeliest stays
         is_first_NV = gathered_NV.sub_(mass_NV) < budget_N[:, None]
         keep_NV &= is_first_NV.logical_or_(top_p_N[:, None] >= 1.0)
         least_N = torch.ceil(min_p_N.double() * 2**masses.MASS_BITS).to(torch.int64)

@@ -52,6 +52,12 @@ def ceil_product(share, total):
 
 
 @jit
+def budget_of(top_p, total):
+    """Return the mass that top-p asks for, int64; the likeliest token stays at least."""
+    return tl.maximum(ceil_product(top_p, total), 1)
+
+
+@jit
 def is_outside(x, token, least, last):
     """Return whether a token lies behind a border; never true of NaN."""
     return (x < least) | ((x == least) & (token > last))

@@ -27,6 +27,7 @@ from dovetail.kernels.triton.lists import (
     turn,
 )
 from dovetail.kernels.triton.ranking import (
+    budget_of,
     ceil_product,
     depth_of,
     float_of,
@@ -167,7 +168,7 @@ def _first_range(row, parts_ptr, deepest, top_k, top_p, by_number, SPLITS, CELLS
     two = tl.sum(tl.load(part_ptr + 1, mask=is_real, other=0), axis=0)
     three = tl.sum(tl.load(part_ptr + 2, mask=is_real, other=0), axis=0)
     total = tl.sum(tl.load(part_ptr + 3, mask=is_real, other=0), axis=0)
-    goal = tl.where(by_number, top_k.to(tl.int64), ceil_product(top_p, total))
+    goal = tl.where(by_number, top_k.to(tl.int64), budget_of(top_p, total))
     nothing = tl.full((), 0, tl.int64)
     nearest, farthest, above = chosen_range(
         tl.full((), 0, tl.int32), deepest, nothing, one, two, three, goal
@@ -244,7 +245,7 @@ def _border_kernel(
                 num = keep_largest(found_ptr, num, least, num_kept, BLOCK)
                 nearest, farthest = tl.full((), 0, tl.int32), depth_of(least, top)
                 _, _, _, total = measure(found_ptr, 0, num, 1.0, top, 0, 0, True, BLOCK, True)
-                above, goal = tl.full((), 0, tl.int64), ceil_product(top_p, total)
+                above, goal = tl.full((), 0, tl.int64), budget_of(top_p, total)
         else:
             num_equal, num_kept = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
         if by_mass:
