@@ -22,7 +22,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -233,12 +233,11 @@ def works_of(args: argparse.Namespace) -> dict[str, tuple[list[list[int]], list[
     return {work: works[work] for work in args.works}
 
 
-def costs(args: argparse.Namespace) -> list[dict[str, object]]:
-    """Return the lines of the works."""
+def costs(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield the lines of the works, each when it is known."""
     started = time.perf_counter()
     off_engine, on_engine = engines_of(args)
     print("started", round(time.perf_counter() - started, 1), flush=True)
-    found: list[dict[str, object]] = []
     with off_engine, on_engine:
         off, on = Side(off_engine, ()), Side(on_engine, COLUMNS)
         gc.collect()
@@ -257,13 +256,12 @@ def costs(args: argparse.Namespace) -> list[dict[str, object]]:
             line |= {"num_tokens": sum(lens), "max_running": args.max_running}
             line |= ratio_and_interval(pairs) | {"off": off.runs[-1], "on": on.runs[-1]}
             line |= {"drains_ms": [[run["drain_ms"] for run in side.runs] for side in (off, on)]}
-            found.append(line)
-            print(json.dumps(found[-1]), flush=True)
-    return found
+            print(json.dumps(line), flush=True)
+            yield line
 
 
-def snapshot() -> list[dict[str, object]]:
-    """Return the lines of the snapshot and of its copies."""
+def snapshot() -> Iterator[dict[str, object]]:
+    """Yield the lines of the snapshot and of its copies."""
     device = CudaDevice()
     spec = ColumnSpec(np.dtype(np.int32), (LAYERS, TOP_K), -1)
     num_pages, slots_of_page = 8192, torch.arange(PAGE_SIZE, device="cuda")
@@ -299,18 +297,17 @@ def snapshot() -> list[dict[str, object]]:
         "snapshot copied to the host": lambda: host.copy_(block, non_blocking=True),
         "as many rows read out, 16 sequences": lambda: copies.read_out(layout, block),
     }
-    found = []
     for work, run in parts.items():
         times = [stream_us(run, calls=200) for _ in range(5)]
-        line = {"work": work, "shape": f"{TOKENS} tokens x {LAYERS} layers x {TOP_K}, int32"}
+        line: dict[str, object] = {"work": work}
+        line |= {"shape": f"{TOKENS} tokens x {LAYERS} layers x {TOP_K}, int32"}
         line |= {"batch": TOKENS, "value": round(min(times), 2), "unit": "us"}
         line |= {"median": round(statistics.median(times), 2), "bytes": SNAPSHOT_BYTES}
         if "host" not in work:
             line["graph_us"] = round(graph_us(lambda _, run=run: run(), calls=200), 2)
-        found.append(line)
-        print(json.dumps(found[-1]), flush=True)
+        print(json.dumps(line), flush=True)
+        yield line
     device.close()
-    return found
 
 
 def _packet(config: Any, schema: PacketSchema) -> tuple[Tensor, PayloadLayout]:

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from benchmarks.stepped import SteppedEngine
 from dovetail.wire.request import LogprobParams
 
 SHAPES = Path(__file__).parent / "shapes"
-KINDS: dict[str, dict[str, object]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "top-k 50": {"top_k": 50},
     "top-p 0.95": {"top_p": 0.95},
@@ -38,7 +39,7 @@ KINDS: dict[str, dict[str, object]] = {
 PROMPT_LEN, RUNS = 128, 3
 
 
-def step_ms(engine: SteppedEngine, num_rows: int, num_steps: int, kind: dict[str, object]) -> float:
+def step_ms(engine: SteppedEngine, num_rows: int, num_steps: int, kind: dict[str, Any]) -> float:
     """Return the time of a step in which all rows decode."""
     engine.fill(num_rows, PROMPT_LEN, max_new_tokens=(RUNS + 1) * num_steps, **kind)
     found = []

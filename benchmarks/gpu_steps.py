@@ -1,6 +1,6 @@
 """What a step costs beside its kernels, on one GPU: copies, waits, allocations, host time.
 
-    python -m benchmarks.gpu_steps [FOLDER] [--rows N] [--out FILE.jsonl]
+    python -m benchmarks.gpu_steps [FOLDER] [--rows N] [--lens N] [--out FILE.jsonl]
 
 1. Copies between host and device, waiting calls and allocations a step, of 200 steady decode steps
    and of 40 steps that each take a new prompt, as CUPTI saw them.
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -149,7 +150,6 @@ def host_times(engine: SteppedEngine, num_steps: int = STEADY) -> dict[str, floa
             (executor._writer, "write", "packet: write"),
             (CudaLane, "upload", "packet: copy"),
             (runner, "run", "run"),
-            (runner._tenants, "check", "run: handles"),
             (runner._tenants, "are_shaped", "run: look at rows"),
             (runner._graphs, "replay", "run: replay"),
             (CudaLane, "record", "an event recorded"),
@@ -160,26 +160,40 @@ def host_times(engine: SteppedEngine, num_steps: int = STEADY) -> dict[str, floa
         for _ in range(num_steps):
             engine.loop.step()
     parts |= {name: watch.us(name) for name in watch.seconds}
-    parts["packet, again and again"] = packet_alone_us(engine)
+    parts |= packet_alone_us(engine)
     return parts | {"host": round(1e6 * statistics.median(host), 1)}
 
 
-def packet_alone_us(engine: SteppedEngine, calls: int = 200) -> float:
-    """Return the microseconds of building and sending the newest plan's packet, in a loop."""
+def packet_alone_us(engine: SteppedEngine, calls: int = 200) -> dict[str, float]:
+    """Return microseconds of the newest plan's packet and of its parts, each in a loop."""
     executor: Any = engine.executor
     plan, result = engine.loop.inflight[-1].plan, executor._results._blocks[0]
-    layout = payload_layout(plan, executor._columns)
-    started = time.perf_counter()
-    for _ in range(calls):
-        executor._staging.release(executor._stage(plan, result, layout))
-    taken = time.perf_counter() - started
-    torch.cuda.synchronize()
-    return round(1e6 * taken / calls, 1)
+    layout, staging = payload_layout(plan, executor._columns), executor._staging
+    words = np.zeros(executor._schema.num_bytes // 4, dtype=np.int32)
+    block, compute = staging._blocks[0], executor._device.compute
+    parts: dict[str, Callable[[], object]] = {
+        "packet": lambda: staging.release(executor._stage(plan, result, layout)),
+        "packet: block": lambda: staging.release(staging.acquire()),
+        "packet: write": lambda: executor._writer.write(
+            plan, words, result=0, copies=layout.copies
+        ),
+        "packet: copy": lambda: compute.upload(block.host, block.device, 128),
+    }
+    found: dict[str, float] = {}
+    for name, run in parts.items():
+        started = time.perf_counter()
+        for _ in range(calls):
+            run()
+        taken = time.perf_counter() - started
+        torch.cuda.synchronize()
+        found[f"{name}, again and again"] = round(1e6 * taken / calls, 1)
+    return found
 
 
-def lines(engine: SteppedEngine, rows: int) -> list[dict[str, Any]]:
+def lines(engine: SteppedEngine, rows: int, num_lens: int) -> list[dict[str, Any]]:
     """Measure, and return the lines."""
-    engine.fill(rows, 128, max_new_tokens=128 + 4 * STEADY + 2 * PROMPTS)
+    new_tokens = 128 + 4 * STEADY + 2 * PROMPTS
+    engine.fill(rows, 128, max_new_tokens=new_tokens, num_lens=num_lens)
     parts = host_times(engine)  # first: who has profiled once launches more slowly
     found: list[dict[str, Any]] = []
     for name, counts, num_steps in (
@@ -205,6 +219,10 @@ def main() -> None:
     )
     parser.add_argument("folder", nargs="?", type=Path, help="(the embedded model's shape)")
     parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument(
+        "--lens", type=int, default=1,
+        help="lengths of prompts; with 16, some rows get a page each step, with 1 all at once (1)",
+    )  # fmt: skip
     parser.add_argument("--capture", nargs="*", default=[])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -218,7 +236,8 @@ def main() -> None:
         ["-m", "benchmarks.gpu_steps", *map(str, sys.argv[1:])], "triton", gpu=gpu_facts()
     )
     about |= {"device": torch.cuda.get_device_name(), "shape": shape, "batch": args.rows}
-    for line in lines(engine, args.rows):
+    about |= {"lens": args.lens}
+    for line in lines(engine, args.rows, args.lens):
         text = json.dumps({"floor": None, "capture": args.capture, **about, **line})
         print(text, flush=True)
         if args.out:

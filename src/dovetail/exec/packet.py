@@ -107,6 +107,7 @@ class PacketWriter:
         self._empty = [0] * (2 * len(schema.tables))
         self._header = Struct(f"{len(SCALARS) + len(self._empty)}i")
         self._last_rows: Rows | None = None
+        self._last_header: list[int] = []  # of a packet that has the last rows and no tables
 
     def write(
         self, plan: StepPlan, words: Words, *, result: int, copies: Words = _NO_COPIES
@@ -122,6 +123,10 @@ class PacketWriter:
         Raises:
             InvariantError: the plan is larger than the configuration allows.
         """
+        if plan.rows is self._last_rows and plan.is_rows_alone:
+            self._last_header[2] = result
+            self._header.pack_into(words.data, 0, *self._last_header)
+            return self._begin
         header = [len(plan.rows), plan.num_tokens, result, *self._empty]
         begin = self._begin
         for name, columns in (*self._changed_rows(plan.rows), *_changes(plan, copies)):
@@ -145,6 +150,7 @@ class PacketWriter:
         if rows is last or not len(rows):  # read-outs alone leave what the device has
             return []
         self._last_rows = rows
+        self._last_header = [len(rows), len(rows), 0, *self._empty]
         return [
             (table, (column,))
             for table, name in _ROW_TABLES

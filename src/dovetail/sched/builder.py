@@ -17,6 +17,10 @@ from dovetail.config.payload import (
 from dovetail.config.schema import EngineConfig
 from dovetail.sched.plan import (
     MAX_BIASES,
+    NO_IDS,
+    NO_PAGES,
+    NO_SLOTS,
+    NO_TOKENS,
     ROW_FIELDS,
     LogprobKindId,
     PageWrites,
@@ -148,9 +152,9 @@ class PlanBuilder:
             epoch=epoch,
             rows=self._rows(),
             token_ids=_ids(self._token_ids),
-            page_writes=_page_writes(self._page_writes) if self._page_writes else _NO_PAGES,
-            slot_writes=_slot_writes(self._tenants) if self._tenants else _NO_SLOTS,
-            token_writes=_token_writes(self._token_writes) if self._token_writes else _NO_TOKENS,
+            page_writes=_page_writes(self._page_writes) if self._page_writes else NO_PAGES,
+            slot_writes=_slot_writes(self._tenants) if self._tenants else NO_SLOTS,
+            token_writes=_token_writes(self._token_writes) if self._token_writes else NO_TOKENS,
             scores=(*self._decode_scores, *self._scores),
             targets=_ids(self._targets),
             readouts=tuple(self._readouts),
@@ -169,7 +173,7 @@ class PlanBuilder:
 
 
 def _ids(values: list[int]) -> NDArray[np.int32]:
-    return np.array(values, dtype=np.int32) if values else _NO_IDS
+    return np.array(values, dtype=np.int32) if values else NO_IDS
 
 
 def _page_writes(entries: list[tuple[int, int, int, int, int]]) -> PageWrites:
@@ -217,9 +221,4 @@ def _token_writes(entries: list[tuple[int, int, int, int, float, int]]) -> Token
     )
 
 
-# Most plans change nothing; these are frozen, so they can share it.
-_NO_IDS = np.zeros(0, dtype=np.int32)
-_NO_ROWS = Rows(**{name: np.zeros(0, dtype=np.int32) for name in ROW_FIELDS})
-_NO_PAGES = _page_writes([])
-_NO_SLOTS = _slot_writes([])
-_NO_TOKENS = _token_writes([])
+_NO_ROWS = Rows(**dict.fromkeys(ROW_FIELDS, NO_IDS))

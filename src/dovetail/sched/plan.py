@@ -237,6 +237,30 @@ class TokenScores:
     mask_logprobs: NDArray[np.float32] = field(default_factory=_no_logprobs)
 
 
+# Most plans change nothing. These are frozen, so plans can share them, and show it by that.
+NO_IDS, _NO_FLOATS = _no_ids(), _no_logprobs()
+NO_PAGES = PageWrites(group=NO_IDS, slot=NO_IDS, index=NO_IDS, page=NO_IDS, is_fresh=NO_IDS)
+NO_SLOTS = SlotWrites(
+    slot=NO_IDS,
+    generation=NO_IDS,
+    temperature=_NO_FLOATS,
+    top_k=NO_IDS,
+    top_p=_NO_FLOATS,
+    min_p=_NO_FLOATS,
+    seed=np.zeros(0, dtype=np.uint64),
+    sample_index=NO_IDS,
+    repetition_penalty=_NO_FLOATS,
+    frequency_penalty=_NO_FLOATS,
+    presence_penalty=_NO_FLOATS,
+    logprob_kind=NO_IDS,
+    prompt_len=NO_IDS,
+    num_biases=NO_IDS,
+)
+NO_TOKENS = TokenWrites(
+    table=NO_IDS, slot=NO_IDS, index=NO_IDS, token_id=NO_IDS, value=_NO_FLOATS, until=NO_IDS
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Readout:
     """Per-token state to be read back: positions ``[start, end)`` of a sequence.
@@ -275,7 +299,7 @@ class StepPlan:
     slot_writes: SlotWrites
     token_writes: TokenWrites
     scores: tuple[Score, ...] = ()
-    targets: NDArray[np.int32] = field(default_factory=_no_ids)
+    targets: NDArray[np.int32] = field(default_factory=lambda: NO_IDS)
     readouts: tuple[Readout, ...] = ()
     snapshot: tuple[str, ...] = ()
 
@@ -289,6 +313,18 @@ class StepPlan:
         if not len(self.token_ids):
             return len(self.rows)
         return int(self.rows.width.sum())
+
+    @property
+    def is_rows_alone(self) -> bool:
+        """True if the device needs to be told of nothing but rows, as in most decode steps."""
+        return (
+            self.token_ids is NO_IDS
+            and self.page_writes is NO_PAGES
+            and self.slot_writes is NO_SLOTS
+            and self.token_writes is NO_TOKENS
+            and self.targets is NO_IDS
+            and not self.readouts
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

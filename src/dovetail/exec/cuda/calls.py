@@ -55,46 +55,61 @@ class DriverCalls:
 
     def upload(self, host: int, device: int, num_bytes: int, stream: int) -> None:
         """Queue a copy."""
-        self._call(self._upload, device, host, num_bytes, stream)
+        code = self._upload(device, host, num_bytes, stream)
+        if code:
+            self._call_again(code, self._upload, device, host, num_bytes, stream)
 
     def download(self, device: int, host: int, num_bytes: int, stream: int) -> None:
         """Queue a copy."""
-        self._call(self._download, host, device, num_bytes, stream)
+        code = self._download(host, device, num_bytes, stream)
+        if code:
+            self._call_again(code, self._download, host, device, num_bytes, stream)
 
     def new_event(self) -> int:
         """Return an event that was never recorded."""
-        event = ctypes.c_void_p()
-        self._call(self._driver.cuEventCreate, ctypes.byref(event), _WITHOUT_TIMES)
+        create, event = self._driver.cuEventCreate, ctypes.c_void_p()
+        code = create(ctypes.byref(event), _WITHOUT_TIMES)
+        if code:
+            self._call_again(code, create, ctypes.byref(event), _WITHOUT_TIMES)
         return event.value or 0
 
     def destroy_event(self, event: int) -> None:
         """Give an event back to the driver."""
-        self._call(self._driver.cuEventDestroy_v2, event)
+        destroy = self._driver.cuEventDestroy_v2
+        code = destroy(event)
+        if code:
+            self._call_again(code, destroy, event)
 
     def record(self, event: int, stream: int) -> None:
         """Let the event be the present end of the stream; what it was before is forgotten."""
-        self._call(self._record, event, stream)
+        code = self._record(event, stream)
+        if code:
+            self._call_again(code, self._record, event, stream)
 
     def wait(self, stream: int, event: int) -> None:
         """Let the stream wait for the event as it was recorded last."""
-        self._call(self._wait, stream, event, 0)
+        code = self._wait(stream, event, 0)
+        if code:
+            self._call_again(code, self._wait, stream, event, 0)
 
     def has_happened(self, event: int) -> bool:
         """Return whether the GPU has come to the event as it was recorded last."""
-        code = self._code(self._query, event)
-        if code == NOT_READY:
-            return False
-        _check(self._driver, code)
-        return True
+        code = self._query(event)
+        if code and code != NOT_READY:
+            code = self._call_again(code, self._query, event)
+        return code != NOT_READY
 
-    def _call(self, call: Any, *args: Any) -> None:
-        _check(self._driver, self._code(call, *args))
+    def _call_again(self, code: int, call: Any, *args: Any) -> int:
+        """Give the thread the context if that is why a call was refused, and return its new code.
 
-    def _code(self, call: Any, *args: Any) -> int:
-        code = call(*args)
+        Apart from the calls themselves: each runs once a step, when its code has left the caches,
+        and then a function more costs as much as the driver does.
+        """
         if code == NO_CONTEXT:
             _check(self._driver, self._driver.cuCtxSetCurrent(self._context))
             code = call(*args)
+        if code != NOT_READY:
+            _check(self._driver, code)
         return code
 
 

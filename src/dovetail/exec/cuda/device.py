@@ -56,7 +56,7 @@ class CudaEvent:
 
         Asks again and again: CUDA's own wait has no limit of time.
         """
-        if self.has_happened:
+        if self._calls.has_happened(self.handle):
             return
         deadline = time.monotonic() + WAIT_SECONDS
         while not self.has_happened:

@@ -133,7 +133,7 @@ class CudaRunner:
             if len(plan.page_writes):
                 self._unpacker.write_pages()
             return
-        self._tenants.check(plan.rows.slot, plan.rows.generation)
+        is_shaped = self._tenants.are_shaped(plan.rows)
         shape = step_shape(plan, tile_tokens=self._tile_tokens)
         forwarded = None
         if self._graphs is not None:
@@ -141,7 +141,8 @@ class CudaRunner:
             forwarded = self._graphs.replay(shape)
         if forwarded is None:
             forwarded = self.step_alone(shape)
-        is_shaped = self._tenants.are_shaped(plan)
+        if payload is not None:  # more may be told of draws than plain ones leave
+            is_shaped |= any(not score.is_prompt for score in plan.scores)
         if is_shaped or payload is not None:
             self._report(plan, shape, forwarded, is_shaped, layout, result, payload)
 

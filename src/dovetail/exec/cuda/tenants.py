@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
 from dovetail.sampling.state import SLOT_COLUMNS, SamplingState
-from dovetail.sched.plan import LogprobKindId, StepPlan
+from dovetail.sched.plan import LogprobKindId, Rows, StepPlan
 
 
 class Tenants:
@@ -25,11 +25,14 @@ class Tenants:
         self.params = SamplingState(config.max_running, device=torch.device("cpu"))
         self._is_shaped = np.zeros(config.max_running, dtype=bool)
         self._generation = np.zeros(config.max_running, dtype=np.int32)
+        self._seen: Rows | None = None  # rows of tenants that are all there still
+        self._seen_shaped = False
 
     def apply(self, plan: StepPlan) -> None:
         """Take note of a plan's new tenants."""
         writes, tokens = plan.slot_writes, plan.token_writes
         if len(writes):
+            self._seen = None
             self._generation[writes.slot] = writes.generation
             values = {
                 name: getattr(writes, name).view(column.wire_dtype)
@@ -55,10 +58,19 @@ class Tenants:
             stale = named[known != given].tolist()
             raise InvariantError(f"a plan names stale slots {stale}")
 
-    def are_shaped(self, plan: StepPlan) -> bool:
-        """Return whether something shapes draws of a plan, or more is reported than tokens."""
-        slots = plan.rows.slot[plan.rows.samples > 0]
-        return bool(self._is_shaped[slots].any()) or any(not s.is_prompt for s in plan.scores)
+    def are_shaped(self, rows: Rows) -> bool:
+        """Check the handles of rows, and return whether something shapes their draws.
+
+        Arrays of a plan are frozen, so the same rows again are looked at only after newcomers.
+
+        Raises:
+            InvariantError: see ``check``.
+        """
+        if rows is not self._seen:
+            self.check(rows.slot, rows.generation)
+            self._seen_shaped = bool(self._is_shaped[rows.slot[rows.samples > 0]].any())
+            self._seen = rows
+        return self._seen_shaped
 
 
 def _is_shaped(of: dict[str, NDArray[np.generic]]) -> NDArray[np.bool_]:
