@@ -193,6 +193,7 @@ def packet_alone_us(engine: SteppedEngine, calls: int = 200) -> dict[str, float]
 def lines(engine: SteppedEngine, rows: int, num_lens: int) -> list[dict[str, Any]]:
     """Measure, and return the lines."""
     new_tokens = 128 + 4 * STEADY + 2 * PROMPTS
+    engine.executor.adopt_thread()
     engine.fill(rows, 128, max_new_tokens=new_tokens, num_lens=num_lens)
     parts = host_times(engine)  # first: who has profiled once launches more slowly
     found: list[dict[str, Any]] = []

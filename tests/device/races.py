@@ -109,7 +109,7 @@ MUTANTS = {
         mutants.result_is_an_unseen_view, f"{TOKENS}|{JUNK_RESULT}", BAD_TOKEN
     ),
     "readout_is_a_view": Mutant(mutants.readout_is_a_view, VIEW),
-    "readout_is_an_unseen_view": Mutant(mutants.readout_is_an_unseen_view, READOUT),
+    "rows_are_read_at_once": Mutant(mutants.rows_are_read_at_once, READOUT),
     "tenant_not_sent": Mutant(mutants.tenant_not_sent, STALE, audited=False),
     "released_in_flight": Mutant(mutants.released_in_flight, FREED, STALE),
     "released_in_flight-unaudited": Mutant(mutants.released_in_flight, STALE, audited=False),

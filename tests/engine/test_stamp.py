@@ -280,6 +280,6 @@ def test_a_commit_that_is_not_checked_would_go_unnoticed():
     result, scheduler = pending.result(), engine.scheduler
     scheduler.commit(pending.plan, result)
     before = len(scheduler._open.sequences()[0].record)
-    scheduler._num_commits -= 1
+    scheduler._order._num_results -= 1
     scheduler.commit(pending.plan, result)
     assert len(scheduler._open.sequences()[0].record) == before + 1

@@ -15,7 +15,7 @@ from dovetail.errors import InvariantError
 from dovetail.exec.executor import Executor
 from dovetail.exec.kv import KVStore
 from dovetail.exec.pending import PendingStep, StepExecutor
-from dovetail.sched.plan import FROM_DEVICE, StepPlan, StepResult
+from dovetail.sched.plan import FROM_DEVICE, ReadRows, StepPlan, StepResult
 
 
 def published_pages(ledger: KVLedger) -> set[int]:
@@ -34,8 +34,9 @@ class _Tenant:
 
 @dataclass(slots=True)
 class _Touched:
-    """Pages of one plan in flight."""
+    """Pages of one plan in flight; ``read`` by its read-outs, until their rows have been taken."""
 
+    read: set[int] = field(default_factory=set)
     named: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
 
@@ -43,9 +44,10 @@ class _Touched:
 class PlanAudit:
     """An executor around another one that checks every plan.
 
-    Invariants: a page that a plan in flight names is not free; one that it writes is not shared;
-    no two rows of a plan write one page; every handle is that of the slot's tenant; a row goes on
-    where the one before ended, and stays within its bound and its pages.
+    Invariants: a page that a plan in flight names is not free, unless to be read alone and its rows
+    have been taken; one that it writes is not shared; no two rows of a plan write one page; every
+    handle is that of the slot's tenant; a row goes on where the one before ended, and stays within
+    its bound and its pages.
     """
 
     def __init__(self, executor: StepExecutor, ledger: KVLedger) -> None:
@@ -65,7 +67,12 @@ class PlanAudit:
             del self._inflight[plan.step_id]
             return result
 
-        return PendingStep(plan, collect)
+        def read() -> ReadRows:
+            rows = pending.readouts()
+            self._inflight[plan.step_id].read.clear()
+            return rows
+
+        return PendingStep(plan, collect, read)
 
     def close(self) -> None:
         """Close the executor."""
@@ -76,7 +83,7 @@ class PlanAudit:
         (pool,) = self._ledger._pools
         published = published_pages(self._ledger)
         for step_id, touched in self._inflight.items():
-            free = [page for page in touched.named if not pool.ref_count(page)]
+            free = [page for page in touched.read | touched.named if not pool.ref_count(page)]
             if free:
                 raise InvariantError(f"audit: step {step_id} is in flight, its pages {free} free")
             if touched.written & published:
@@ -90,7 +97,7 @@ class PlanAudit:
             tenant = self._tenant(readout.slot, readout.generation)
             if readout.end > tenant.kv_len:
                 raise InvariantError(f"audit: {readout} of {tenant.kv_len} tokens")
-            touched.named |= self._pages(tenant, readout.start, readout.end)
+            touched.read |= self._pages(tenant, readout.start, readout.end)
         for slot, generation in _columns(plan.slot_writes, "slot", "generation"):
             self._tenants[slot] = _Tenant(generation)
         for slot, index, page in _columns(plan.page_writes, "slot", "index", "page"):

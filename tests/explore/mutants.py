@@ -25,7 +25,7 @@ from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimLane
 from dovetail.sched import plan as plan_module
 from dovetail.sched.builder import PlanBuilder
-from dovetail.sched.plan import StepPlan, StepResult
+from dovetail.sched.plan import ReadRows, StepPlan, StepResult
 from dovetail.sched.reading import ReadingList
 from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence, SequenceState
@@ -83,23 +83,21 @@ def result_is_a_view(patch: MonkeyPatch) -> None:
 
 def readout_is_a_view(patch: MonkeyPatch) -> None:
     """A read-out is the payload ring's memory instead of a copy."""
-    original = executor.read_result
+    original = executor.read_rows
 
-    def read_result(
-        plan: StepPlan, words: np.ndarray, payload: Any, layout: PayloadLayout, **kwargs: Any
-    ) -> StepResult:
-        result = original(plan, words, payload, layout, **kwargs)
+    def read_rows(plan: StepPlan, payload: Any, layout: PayloadLayout) -> ReadRows:
+        result = original(plan, payload, layout)
         at = dict.fromkeys(layout.readouts, 0)
         views = []
-        for rows in result.readouts:
+        for rows in result.rows:
             ends = {name: at[name] + len(values) for name, values in rows.items()}
             views.append(
                 {name: layout.readouts[name].view(payload)[at[name] : ends[name]] for name in rows}
             )
             at |= ends
-        return dataclasses.replace(result, readouts=tuple(views))
+        return dataclasses.replace(result, rows=tuple(views))
 
-    patch.setattr(executor, "read_result", read_result)
+    patch.setattr(executor, "read_rows", read_rows)
 
 
 def result_is_an_unseen_view(patch: MonkeyPatch) -> None:
@@ -108,10 +106,14 @@ def result_is_an_unseen_view(patch: MonkeyPatch) -> None:
     result_is_a_view(patch)
 
 
-def readout_is_an_unseen_view(patch: MonkeyPatch) -> None:
-    """``readout_is_a_view``, and a result takes whatever it is given."""
-    patch.setattr(plan_module, "_expect_own_memory", lambda *arrays: None)
-    readout_is_a_view(patch)
+def rows_are_read_at_once(patch: MonkeyPatch) -> None:
+    """The host reads the rows of read-outs without waiting for their copy."""
+    read = Executor._read
+
+    def read_at_once(self: Executor, plan: Any, event: Any, *args: Any) -> ReadRows:
+        return read(self, plan, None, *args)
+
+    patch.setattr(Executor, "_read", read_at_once)
 
 
 def copy_lane_reads_state(patch: MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ class SnapshotEveryStep:
             self._check(plan, number, result.snapshot)
             return result
 
-        return PendingStep(plan, collect)
+        return PendingStep(plan, collect, pending.readouts)
 
     def _check(self, plan: StepPlan, number: int, snapshot: dict[str, np.ndarray]) -> None:
         experts = snapshot["experts"].astype(int)

@@ -207,7 +207,8 @@ class PagedFake:
         pending = self._fake.submit(plan)
         return PendingStep(
             plan,
-            lambda: replace(pending.result(), readouts=captured, scores=tuple(scored)),
+            lambda: replace(pending.result(), scores=tuple(scored)),
+            lambda: replace(pending.readouts(), rows=captured),
         )
 
     def update(self, work: Callable[[], None]) -> None:

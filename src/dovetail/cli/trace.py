@@ -86,6 +86,7 @@ class Tracer:
         loop.scheduler.plan = note("plan", self._next_plan)
         loop.executor.submit = note("submit", self._next_submit)
         loop.scheduler.commit = note("commit", loop.scheduler.commit)
+        loop.scheduler.commit_readouts = note("commit", loop.scheduler.commit_readouts)
         graphs = loop.executor.graphs if isinstance(loop.executor, Executor) else None
         if graphs is not None:
             graphs.replay = self.recorder.replay(graphs.replay)
@@ -99,7 +100,7 @@ class Tracer:
 
     def _next_submit(self, plan: StepPlan) -> PendingStep:
         pending = self._submit(plan)
-        return PendingStep(plan, self.recorder.call("wait", pending.result))
+        return PendingStep(plan, self.recorder.call("wait", pending.result), pending.readouts)
 
     def steps(self, num_steps: int, num_rows: int) -> Steps:
         """Return steady decode steps in the middle of the run.

@@ -89,7 +89,9 @@ class LocalEngine:
         )
         self._health_timeout_s = health_timeout_s
         self.home = Home()
-        self._thread = threading.Thread(target=self._run, name="dovetail-loop", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(executor,), name="dovetail-loop", daemon=True
+        )
         self._thread.start()
         # Also when Python exits: a thread that is ended within torch takes the process down.
         weakref.finalize(self, _end_loop, self._inbox, self._thread)
@@ -162,7 +164,8 @@ class LocalEngine:
         if failure is not None:
             raise EngineClosed(str(failure))
 
-    def _run(self) -> None:
+    def _run(self, executor: Executor) -> None:
+        executor.adopt_thread()
         torch.set_num_threads(self.config.num_threads)
         with threadpool_limits(limits=self.config.num_threads, user_api="blas"):  # numpy's
             self.loop.run()

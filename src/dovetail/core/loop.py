@@ -73,6 +73,8 @@ class EngineLoop:
 
     def _commit_oldest(self) -> None:
         pending = self.inflight.popleft()
+        if pending.plan.readouts:  # there before the forward is: answers need not wait for it
+            self.outbox.put(self.scheduler.commit_readouts(pending.plan, pending.readouts()))
         self.outbox.put(self.scheduler.commit(pending.plan, pending.result()))
 
     def apply(self, message: Message | Refit) -> None:

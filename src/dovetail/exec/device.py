@@ -92,6 +92,10 @@ class Device(Protocol):
         """Declare engine state: memory that outlives steps, changed on the compute lane only."""
         ...
 
+    def adopt_thread(self) -> None:
+        """Make submitting cheaper for the calling thread, which does nothing else on the device."""
+        ...
+
     def close(self) -> None:
         """End the lanes."""
         ...
@@ -166,6 +170,9 @@ class CpuDevice:
 
     def register_state(self, *tensors: Tensor) -> None:
         """Nothing to check."""
+
+    def adopt_thread(self) -> None:
+        """Nothing to prepare."""
 
     def close(self) -> None:
         """Nothing to end."""
@@ -261,6 +268,9 @@ class ThreadedCpuDevice:
 
     def register_state(self, *tensors: Tensor) -> None:
         """Nothing to check."""
+
+    def adopt_thread(self) -> None:
+        """Nothing to prepare."""
 
     def close(self) -> None:
         """End both threads."""

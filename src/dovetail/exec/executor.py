@@ -19,9 +19,9 @@ from dovetail.exec.blocks import StepBlocks, num_step_blocks, payload_bytes
 from dovetail.exec.device import Device, Event
 from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.pending import PendingStep
-from dovetail.exec.readback import PayloadLayout, payload_layout, read_result
+from dovetail.exec.readback import Bytes, PayloadLayout, payload_layout, read_result, read_rows
 from dovetail.exec.ring import BlockRing, TransferBlock, joint_blocks, paired_blocks
-from dovetail.sched.plan import StepPlan, StepResult
+from dovetail.sched.plan import ReadRows, StepPlan, StepResult
 
 
 class Graphs(Protocol):
@@ -105,8 +105,7 @@ class Executor:
         payload = self._payloads.acquire() if layout.num_bytes else None
         result = self._results.acquire()
         staged = self._stage(plan, result, layout)
-        if payload is not None and layout.readout_bytes:
-            self._submit_readouts(plan, staged, layout, payload)
+        read = self._submit_readouts(plan, staged, layout, payload)
         compute.submit(
             self._run,
             plan,
@@ -123,12 +122,20 @@ class Executor:
         if payload is not None and layout.readout_bytes < layout.num_bytes:
             self._download(payload, layout.readout_bytes, layout.num_bytes)
         copied = copy.record()
-        return PendingStep(plan, partial(self._collect, plan, copied, result, payload, layout))
+        return PendingStep(
+            plan,
+            partial(self._collect, plan, copied, staged, retired, result, payload, layout),
+            partial(self._read, plan, read, payload, layout),
+        )
 
     def update(self, work: Callable[[], None]) -> None:
         """Change the model's parameters on the compute lane; see ``StepExecutor``."""
         self._device.compute.submit(work)
         self._device.compute.record().wait()
+
+    def adopt_thread(self) -> None:
+        """Let the calling thread submit all steps from now on; see ``Device``."""
+        self._device.adopt_thread()
 
     def close(self) -> None:
         """End the device's lanes."""
@@ -145,9 +152,19 @@ class Executor:
         return block
 
     def _submit_readouts(
-        self, plan: StepPlan, staged: TransferBlock, layout: PayloadLayout, payload: TransferBlock
-    ) -> None:
-        """Gather rows before the forward, which may overwrite them; send them home beside it."""
+        self,
+        plan: StepPlan,
+        staged: TransferBlock,
+        layout: PayloadLayout,
+        payload: TransferBlock | None,
+    ) -> Event | None:
+        """Gather rows before the forward, which may overwrite them; send them home beside it.
+
+        Returns:
+            When they are there; None if nothing is to be read.
+        """
+        if payload is None or not layout.readout_bytes:
+            return None
         compute, copy = self._device.compute, self._device.copy
         compute.submit(
             self._read_out,
@@ -159,23 +176,38 @@ class Executor:
         )
         copy.wait(compute.record())
         self._download(payload, 0, layout.readout_bytes)
+        return copy.record()
 
     def _download(self, block: TransferBlock, begin: int, end: int) -> None:
         self._device.copy.download(block.device, block.host, begin, end)
+
+    def _read(
+        self,
+        plan: StepPlan,
+        read: Event | None,
+        payload: TransferBlock | None,
+        layout: PayloadLayout,
+    ) -> ReadRows:
+        if read is not None:
+            read.wait()
+        return read_rows(plan, _bytes(payload), layout)
 
     def _collect(
         self,
         plan: StepPlan,
         copied: Event,
+        staged: TransferBlock,
+        retired: Event,
         result: TransferBlock,
         payload: TransferBlock | None,
         layout: PayloadLayout,
     ) -> StepResult:
-        copied.wait()
+        copied.wait()  # which comes behind ``retired``
+        self._staging.note_passed(staged, retired)
         step_result = read_result(
             plan,
             result.words,
-            None if payload is None else payload.words.view(np.uint8),
+            _bytes(payload),
             layout,
             max_rows=self._config.max_running,
         )
@@ -197,3 +229,11 @@ class Executor:
         payload: TransferBlock | None,
     ) -> None:
         self._runner.run(plan, layout, result.device, None if payload is None else payload.device)
+
+
+def _bytes(payload: TransferBlock | None) -> Bytes:
+    """Return what has come; an empty read-out or score takes no bytes, so there may be no block."""
+    return _NO_BYTES if payload is None else payload.words.view(np.uint8)
+
+
+_NO_BYTES = np.zeros(0, dtype=np.uint8)

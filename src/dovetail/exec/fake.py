@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 
 from dovetail.errors import InvariantError
 from dovetail.exec.pending import PendingStep
-from dovetail.sched.plan import FROM_DEVICE, RowStatus, Score, StepPlan, StepResult, TokenScores
+from dovetail.sched.plan import (
+    FROM_DEVICE,
+    ReadRows,
+    RowStatus,
+    Score,
+    StepPlan,
+    StepResult,
+    TokenScores,
+)
 
 Script = Callable[[list[int]], int]
 """From all tokens of a sequence to the next one."""
@@ -73,9 +81,9 @@ class FakeExecutor:
             logprobs=np.zeros((len(drawn), 1), dtype=np.float32),
             status=np.array([status for _, status in drawn], dtype=np.int32),
             scores=tuple(self._score(plan, score) for score in plan.scores),
-            readouts=readouts,
         )
-        return PendingStep(plan, lambda: result)
+        read = ReadRows(step_id=plan.step_id, rows=readouts)
+        return PendingStep(plan, lambda: result, lambda: read)
 
     def _score(self, plan: StepPlan, score: Score) -> TokenScores:
         """Any numbers of the right shape."""

@@ -3,14 +3,15 @@
 Owns its layout: a static schema of tables of int32-wide columns, each table at a 16-byte aligned
 offset and its columns one after the other, and a header that holds scalars and each table's offset
 and length: 0 and 0 of a table that has nothing. Each column of the rows is a table of its own, left
-out if it is that of the step before. Only the used prefix is sent. Written in place with
-numpy, in as few calls as there are tables: once a step, each finds its code and data gone from the
-processor's caches. No tensors here.
+out if it is that of the step before. Only the used prefix is sent. Joined as bytes and written in
+one go: once a step, each call finds its code and data gone from the processor's caches, and one of
+numpy has much of both. No tensors here.
 """
 
 import dataclasses
 from dataclasses import dataclass
 from struct import Struct
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,17 @@ from numpy.typing import NDArray
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
 from dovetail.exec.readback import COPY_COLUMNS
-from dovetail.sched.plan import MAX_BIASES, Rows, SlotWrites, StepPlan, TokenWrites
+from dovetail.sched.plan import (
+    MAX_BIASES,
+    NO_IDS,
+    NO_PAGES,
+    NO_SLOTS,
+    NO_TOKENS,
+    Rows,
+    SlotWrites,
+    StepPlan,
+    TokenWrites,
+)
 
 Words = NDArray[np.int32]
 Tables = list[tuple[str, tuple[Words, ...]]]
@@ -26,6 +37,7 @@ Tables = list[tuple[str, tuple[Words, ...]]]
 
 SCALARS = ("num_rows", "num_tokens", "result")
 _ALIGN_WORDS = 4
+_PADDING = tuple(bytes(4 * num_words) for num_words in range(_ALIGN_WORDS))
 ROW_COLUMNS = ("slot", "generation", "start", "width", "bound", "samples")
 _ROW_TABLES = tuple((f"rows.{name}", name) for name in ROW_COLUMNS)
 _PAGE_COLUMNS = ("group", "slot", "index", "page", "is_fresh")
@@ -102,12 +114,12 @@ class PacketWriter:
 
     def __init__(self, schema: PacketSchema) -> None:
         self._begin = schema.header_words
-        self._tables = {table.name: table for table in schema.tables}
-        self._heads = schema.heads
+        heads = schema.heads
+        self._heads = {table.name: (heads[table.name], table.max_len) for table in schema.tables}
         self._empty = [0] * (2 * len(schema.tables))
-        self._header = Struct(f"{len(SCALARS) + len(self._empty)}i")
+        num_used = len(SCALARS) + len(self._empty)
+        self._header = Struct(f"{num_used}i{4 * (self._begin - num_used)}x")
         self._last_rows: Rows | None = None
-        self._last_header: list[int] = []  # of a packet that has the last rows and no tables
 
     def write(
         self, plan: StepPlan, words: Words, *, result: int, copies: Words = _NO_COPIES
@@ -123,54 +135,51 @@ class PacketWriter:
         Raises:
             InvariantError: the plan is larger than the configuration allows.
         """
-        if plan.rows is self._last_rows and plan.is_rows_alone:
-            self._last_header[2] = result
-            self._header.pack_into(words.data, 0, *self._last_header)
-            return self._begin
-        header = [len(plan.rows), plan.num_tokens, result, *self._empty]
+        header = [len(plan.rows.slot), plan.num_tokens, result, *self._empty]
         begin = self._begin
-        for name, columns in (*self._changed_rows(plan.rows), *_changes(plan, copies)):
-            length, most = len(columns[0]), self._tables[name].max_len
+        parts: list[Any] = [b""]  # bytes, and arrays as they lie
+        for name, columns in self._tables_of(plan, copies):
+            head, most = self._heads[name]
+            length = len(columns[0])
             if length > most:
                 raise InvariantError(f"a plan has {length} words of {name}; at most {most} fit")
-            end = begin + len(columns) * length
-            if len(columns) == 1:
-                words[begin:end] = columns[0]
-            else:
-                np.concatenate(columns, out=words[begin:end])
-            head = self._heads[name]
             header[head], header[head + 1] = begin, length
-            begin = _aligned(end)
-        self._header.pack_into(words.data, 0, *header)
+            end = begin + len(columns) * length
+            begin = -(-end // _ALIGN_WORDS) * _ALIGN_WORDS
+            parts += columns
+            parts.append(_PADDING[begin - end])
+        parts[0] = self._header.pack(*header)
+        words.data.cast("B")[: 4 * begin] = b"".join(parts)
         return begin
 
-    def _changed_rows(self, rows: Rows) -> Tables:
-        """Return the columns that the device does not have from the step before."""
-        last = self._last_rows
-        if rows is last or not len(rows):  # read-outs alone leave what the device has
-            return []
-        self._last_rows = rows
-        self._last_header = [len(rows), len(rows), 0, *self._empty]
-        return [
-            (table, (column,))
-            for table, name in _ROW_TABLES
-            if (column := getattr(rows, name)) is not getattr(last, name, None)
-        ]
+    def _tables_of(self, plan: StepPlan, copies: Words) -> Tables:
+        """Return what a plan has, and the device has not from the step before."""
+        tables: Tables = []
+        rows, last = plan.rows, self._last_rows
+        if rows is not last and len(rows.slot):  # read-outs alone leave what the device has
+            self._last_rows = rows
+            for table, name in _ROW_TABLES:
+                column = getattr(rows, name)
+                if last is None or column is not getattr(last, name):
+                    tables.append((table, (column,)))
+        if plan.is_rows_alone:
+            return tables
+        return tables + _changes(plan, copies)
 
 
 def _changes(plan: StepPlan, copies: Words) -> Tables:
     """Return the tables that a plan has something of, rows apart."""
     tables: Tables = []
-    if len(plan.token_ids):
+    if plan.token_ids is not NO_IDS:
         tables.append(("token_ids", (plan.token_ids,)))
-    if len(plan.page_writes):
+    if plan.page_writes is not NO_PAGES:
         tables.append(("pages", _page_columns(plan)))
-    if len(plan.slot_writes):
+    if plan.slot_writes is not NO_SLOTS:
         tables.append(("slots", _slot_columns(plan)))
         tables.append(("seeds", (plan.slot_writes.seed.view(np.int32),)))
-    if len(plan.token_writes):
+    if plan.token_writes is not NO_TOKENS:
         tables.append(("tokens", _token_columns(plan)))
-    if len(plan.targets):
+    if plan.targets is not NO_IDS:
         tables.append(("targets", (plan.targets,)))
     if copies.size:
         tables.append(("copies", tuple(copies)))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dovetail.config.capture import ColumnSpec
 from dovetail.config.payload import MASK_HEAD_WORDS, PAYLOAD_ALIGN
 from dovetail.errors import InvariantError
-from dovetail.sched.plan import Readout, Score, StepPlan, StepResult, TokenScores
+from dovetail.sched.plan import Readout, ReadRows, Score, StepPlan, StepResult, TokenScores
 
 RESULT_WORDS = 3
 """Words a row of the result block: token id, logprob bits, status."""
@@ -156,12 +156,18 @@ _TOKENS_ALONE = PayloadLayout({}, row_copies((), ())[1], 0, (), {}, 0)
 def read_result(
     plan: StepPlan,
     result_words: NDArray[np.int32],
-    payload: Bytes | None,
+    block: Bytes,
     layout: PayloadLayout,
     *,
     max_rows: int,
 ) -> StepResult:
     """Return the step's result as copies of what lies in its host blocks.
+
+    Args:
+        plan: the step's.
+        result_words, block: its result block and its payload block.
+        layout: of the latter.
+        max_rows: see ``RESULT_WORDS``.
 
     Raises:
         InvariantError: the device found that a row breaks a rule.
@@ -172,8 +178,6 @@ def read_result(
     if len(broken):
         slots = plan.rows.slot[broken].tolist()
         raise InvariantError(f"rows of slots {slots} write past the pages reserved for them")
-    # An empty read-out or score takes no bytes, so there may be no block at all.
-    block = np.zeros(0, dtype=np.uint8) if payload is None else payload
     return StepResult(
         step_id=plan.step_id,
         token_ids=words[0][:, None],
@@ -181,24 +185,21 @@ def read_result(
         logprobs=words[1].view(np.float32)[:, None],
         status=words[2],
         scores=tuple(_read_scores(slices, block) for slices in layout.scores),
-        readouts=_read_rows(plan.readouts, layout, block),
         snapshot={column: item.view(block).copy() for column, item in layout.snapshot.items()},
     )
 
 
-def _read_rows(
-    readouts: tuple[Readout, ...], layout: PayloadLayout, block: Bytes
-) -> tuple[dict[str, NDArray[np.generic]], ...]:
+def read_rows(plan: StepPlan, payload: Bytes, layout: PayloadLayout) -> ReadRows:
     """Return the rows of each read-out: parts of one copy a column, which is made in one go."""
-    copied = {name: item.view(block).copy() for name, item in layout.readouts.items()}
+    copied = {name: item.view(payload).copy() for name, item in layout.readouts.items()}
     at = dict.fromkeys(copied, 0)
     rows: list[dict[str, NDArray[np.generic]]] = []
-    for readout in readouts:
+    for readout in plan.readouts:
         count = readout.end - readout.start
         rows.append({name: copied[name][at[name] : at[name] + count] for name in readout.columns})
         for name in readout.columns:
             at[name] += count
-    return tuple(rows)
+    return ReadRows(step_id=plan.step_id, rows=tuple(rows))
 
 
 def _read_scores(slices: ScoreSlices, block: Bytes) -> TokenScores:

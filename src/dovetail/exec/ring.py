@@ -59,8 +59,8 @@ def joint_blocks(device: Device, memory: Tensor, *, num_blocks: int) -> list[Tra
 class BlockRing:
     """Hands out blocks in turn; one comes round again only after its last user.
 
-    The wait for the fence is always executed. With enough blocks it is satisfied
-    already; the ring does not rely on it.
+    A fence is waited for unless it is known to have been passed. With enough blocks it has
+    been; the ring does not rely on it.
     """
 
     def __init__(self, device: Device, blocks: Sequence[TransferBlock]) -> None:
@@ -92,3 +92,8 @@ class BlockRing:
         block.in_use = False
         if fence is None:
             self._device.recycle(block.host)
+
+    def note_passed(self, block: TransferBlock, fence: Event) -> None:
+        """Take note that a fence has been passed: to ask for it is a call to the driver."""
+        if block.fence is fence:
+            block.fence = None

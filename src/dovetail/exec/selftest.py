@@ -63,10 +63,12 @@ def _run(
         assert plan is not None
         if len(plan.rows):
             plan = dataclasses.replace(plan, snapshot=config.capture)
-        result = executor.submit(plan).result()
+        pending = executor.submit(plan)
+        events = scheduler.commit_readouts(plan, pending.readouts()) if plan.readouts else []
+        result = pending.result()
         if len(plan.rows):
             snapshots.append(result.snapshot)
-        for event in scheduler.commit(plan, result):
+        for event in (*events, *scheduler.commit(plan, result)):
             if event.finish is not None:
                 return event, snapshots
 

@@ -131,6 +131,9 @@ class SimDevice:
         """Remember whose memory the tensors are views of."""
         self._state_addresses |= {_address(tensor) for tensor in tensors}
 
+    def adopt_thread(self) -> None:
+        """Nothing to prepare."""
+
     def check_access(
         self, lane: SimLane, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
     ) -> None:

@@ -328,6 +328,29 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRows:
+    """What a plan's read-outs brought. They are done before its forward, and known before it is.
+
+    Attributes:
+        step_id: of the plan.
+        rows: one mapping column -> array for each of ``plan.readouts``.
+
+    Holds memory of its own only, as a ``StepResult`` does.
+
+    Raises:
+        InvariantError: an array lies in memory that numpy does not own.
+    """
+
+    step_id: int
+    rows: tuple[dict[str, NDArray[np.generic]], ...] = ()
+
+    def __post_init__(self) -> None:
+        if __debug__:
+            for columns in self.rows:
+                _expect_own_memory(*columns.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What one forward produced, indexed by the plan's rows.
 
@@ -338,7 +361,6 @@ class StepResult:
         logprobs: float32 [R, W].
         status: int32 [R], a ``RowStatus`` each.
         scores: one for each of ``plan.scores``.
-        readouts: one mapping column -> array per ``plan.readouts``.
         snapshot: column -> [T, ...] for ``plan.snapshot``, and under ``kv_slots`` int64 [T], where
             each token's state is kept.
 
@@ -355,7 +377,6 @@ class StepResult:
     logprobs: NDArray[np.float32]
     status: NDArray[np.int32]
     scores: tuple[TokenScores, ...] = ()
-    readouts: tuple[dict[str, NDArray[np.generic]], ...] = field(default=())
     snapshot: dict[str, NDArray[np.generic]] = field(default_factory=dict[str, NDArray[np.generic]])
 
     def __post_init__(self) -> None:
@@ -364,8 +385,7 @@ class StepResult:
             _expect_own_memory(self.token_ids, self.counts, self.logprobs, self.status)
             for scores in self.scores:
                 _expect_own_memory(*(getattr(scores, item.name) for item in fields(scores)))
-            for columns in (*self.readouts, self.snapshot):
-                _expect_own_memory(*columns.values())
+            _expect_own_memory(*self.snapshot.values())
 
 
 def _expect_own_memory(*arrays: NDArray[np.generic]) -> None:

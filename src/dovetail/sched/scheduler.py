@@ -23,7 +23,8 @@ from dovetail.sched.captured import Rows
 from dovetail.sched.events import last_event_of, news_of, news_of_step
 from dovetail.sched.finish import LENGTH, aborted, failure_of, finish_after
 from dovetail.sched.open import OpenRequests
-from dovetail.sched.plan import RowStatus, StepPlan, StepResult, TokenScores
+from dovetail.sched.order import CommitOrder
+from dovetail.sched.plan import ReadRows, RowStatus, StepPlan, StepResult, TokenScores
 from dovetail.sched.policy import WINDOW, ordered
 from dovetail.sched.progress import Mask, Slots
 from dovetail.sched.queues import RankedQueue
@@ -73,7 +74,7 @@ class Scheduler:
         self._lengths = LengthEstimate()
         self._retry_at = 0  # step at which memory is asked for again after it was short
         self._num_steps = 0
-        self._num_commits = 0
+        self._order = CommitOrder()
         self.epoch = 0
 
     @property
@@ -326,14 +327,22 @@ class Scheduler:
 
     # -- committing ----------------------------------------------------------------------
 
+    def commit_readouts(self, plan: StepPlan, read: ReadRows) -> list[TokenEvent]:
+        """Learn what a step read before its forward; return the news, one sequence's in order."""
+        self._order.take_rows(plan, read)
+        events: list[TokenEvent] = []
+        for readout, rows in zip(plan.readouts, read.rows, strict=True):
+            sequence = self._slots.tenant(readout.slot, readout.generation)
+            sequence.num_inflight -= 1
+            events += self._commit_readout(sequence, readout.start, rows)
+        return events
+
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Learn what a step produced; return the news, one sequence's in order."""
-        if not plan.step_id == result.step_id == self._num_commits:
-            raise InvariantError(
-                f"step {self._num_commits} is to be committed, not plan {plan.step_id} with the "
-                f"result of step {result.step_id}"
-            )
-        self._num_commits += 1
+        """Learn what a step produced; return the news, one sequence's in order.
+
+        What it read is committed before.
+        """
+        self._order.take_result(plan, result)
         sampled_scores = self._commit_prompt_scores(plan, result)
         rows, slots = plan.rows, plan.rows.slot.astype(np.intp)
         self._slots.expect_tenants(slots, rows.generation)
@@ -342,10 +351,6 @@ class Scheduler:
         events = self._commit_tokens(slots, result, plan.epoch, ~looks)
         for row in np.flatnonzero(looks).tolist():
             events += self._look_at_row(plan, result, row, sampled_scores.get(row))
-        for readout, read in zip(plan.readouts, result.readouts, strict=True):
-            sequence = self._slots.tenant(readout.slot, readout.generation)
-            sequence.num_inflight -= 1
-            events += self._commit_readout(sequence, readout.start, read)
         return events
 
     def _commit_tokens(

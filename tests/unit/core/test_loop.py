@@ -29,7 +29,7 @@ class Faulty:
         if plan.step_id == self._at_submit:
             raise DeviceError("lost the device")
         pending = self._device.submit(plan)
-        return PendingStep(plan, lambda: self._collect(pending))
+        return PendingStep(plan, lambda: self._collect(pending), pending.readouts)
 
     def _collect(self, pending: PendingStep):
         if pending.plan.step_id == self._at_result:

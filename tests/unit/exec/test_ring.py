@@ -57,6 +57,17 @@ def test_the_fence_of_the_last_user_is_waited_for_each_time():
     assert fence.num_waits == 1, "a block given back without a fence has none"
 
 
+def test_a_fence_that_was_passed_is_not_waited_for_and_another_one_is():
+    ring, passed, other = ring_of(1), Fence(), Fence()
+    block = ring.acquire()
+    ring.release(block, fence=passed)
+    ring.note_passed(block, passed)
+    ring.release(ring.acquire(), fence=other)
+    ring.note_passed(block, passed)  # news of a user before
+    ring.acquire()
+    assert (passed.num_waits, other.num_waits) == (0, 1)
+
+
 def test_a_frozen_block_cannot_be_written_and_the_next_user_can():
     ring = ring_of(1)
     block = ring.acquire()

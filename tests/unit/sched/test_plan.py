@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dovetail.errors import InvariantError
-from dovetail.sched.plan import StepResult, TokenScores
+from dovetail.sched.plan import ReadRows, StepResult, TokenScores
 
 
 def result_of(**arrays: object) -> StepResult:
@@ -41,8 +41,8 @@ def test_own_memory_and_views_of_it_are_taken():
         token_ids=table[0][:, None],
         status=table[2],
         scores=(scores_of(),),
-        readouts=({"tokens": np.zeros(5, dtype=np.int32)},),
     )
+    ReadRows(step_id=0, rows=({"tokens": np.zeros(5, dtype=np.int32)},))
     assert result.token_ids.base is table and not result.token_ids.flags.writeable
 
 
@@ -52,9 +52,13 @@ def test_own_memory_and_views_of_it_are_taken():
         {"token_ids": foreign(np.int32, 2, 1)},
         {"logprobs": foreign(np.float32, 4, 1)[:2]},
         {"scores": (scores_of(top_ids=foreign(np.int32, 1, 2)),)},
-        {"readouts": ({"tokens": foreign(np.int32, 5)},)},
     ],
 )
 def test_a_view_of_foreign_memory_is_refused(arrays):
     with pytest.raises(InvariantError, match="holds a view of foreign memory"):
         result_of(**arrays)
+
+
+def test_rows_in_foreign_memory_are_refused():
+    with pytest.raises(InvariantError, match="holds a view of foreign memory"):
+        ReadRows(step_id=0, rows=({"tokens": foreign(np.int32, 5)},))

@@ -1,7 +1,11 @@
 """Which rows are read when: behind a prompt, before a known end, behind the last forward."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
+from dovetail.errors import InvariantError
 from dovetail.exec.fake import FakeExecutor
 from dovetail.exec.pending import PendingStep
 from dovetail.sched.plan import StepPlan
@@ -22,18 +26,20 @@ class Watched(FakeExecutor):
         super().__init__(*args, **kwargs)
         self.plans: list[StepPlan] = []
         self.num_known: list[int] = []
-        self._num_results = 0
+        self.num_results = 0
+        self.on_result: Callable[[int], None] = lambda step: None
 
     def submit(self, plan):
         self.plans.append(plan)
-        self.num_known.append(self._num_results)
+        self.num_known.append(self.num_results)
         pending = super().submit(plan)
 
         def collect():
-            self._num_results += 1
+            self.on_result(plan.step_id)
+            self.num_results += 1
             return pending.result()
 
-        return PendingStep(plan, collect)
+        return PendingStep(plan, collect, pending.readouts)
 
 
 def run(
@@ -121,3 +127,52 @@ def test_a_stream_is_read_at_its_interval_alone():
 def test_rows_that_are_read_ahead_are_no_news():
     output, _ = run(90)
     assert output.num_events == 90 + 1  # tokens one by one, and the end with all rows
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_answer_does_not_wait_for_the_forward_beside_which_its_rows_were_read(depth):
+    """Of two requests the shorter one is answered before that forward's result is taken."""
+    config = plain_config(context_len=512, num_pages=200, depth=depth)
+    executor = Watched(lambda ids: 9, num_slots=config.max_running)
+    stepper = Stepper(config, executor, token_bytes=lambda _: b"")
+    capture = CaptureParams(columns=("tokens",))
+    short = stepper.add([5, 6, 7], capture=capture, max_new_tokens=4, is_streamed=False)
+    stepper.add([8, 9, 10], capture=capture, max_new_tokens=12, is_streamed=False)
+    answered_at = []
+
+    def look(step: int) -> None:
+        if stepper.outputs[short].finish is not None and not answered_at:
+            answered_at.append(executor.num_results)
+
+    executor.on_result = look
+    stepper.run()
+    read_in = next(step for step, _, end in read_by(executor) if end == 6)
+    assert len(executor.plans[read_in].rows) == 1, "the other one is forwarded beside it"
+    assert answered_at == [read_in]
+
+
+def test_rows_are_committed_once_and_before_their_step():
+    config = plain_config(context_len=512, num_pages=200, depth=0)
+    executor = Watched(lambda ids: 9, num_slots=config.max_running)
+    stepper = Stepper(config, executor, token_bytes=lambda _: b"")
+    stepper.add([5, 6, 7], capture=CaptureParams(columns=("tokens",)), max_new_tokens=2)
+    stepper.step()
+    stepper.step()
+    scheduler, plan = stepper.scheduler, stepper.scheduler.plan()
+    assert plan is not None and plan.readouts
+    pending = executor.submit(plan)
+    with pytest.raises(InvariantError, match="are taken first"):
+        pending.result()
+    rows = pending.readouts()
+    with pytest.raises(InvariantError, match="has no rows that were not taken"):
+        pending.readouts()
+    result = pending.result()
+    with pytest.raises(InvariantError, match="committed first"):
+        scheduler.commit(plan, result)
+    with pytest.raises(InvariantError, match=r"with the result of step 7"):
+        scheduler.commit_readouts(plan, replace(rows, step_id=7))
+    [event] = scheduler.commit_readouts(plan, rows)
+    assert event.finish is not None
+    with pytest.raises(InvariantError, match="come a second time"):
+        scheduler.commit_readouts(plan, rows)
+    assert scheduler.commit(plan, result) == []
