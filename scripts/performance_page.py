@@ -96,9 +96,9 @@ def _cost(line: Line) -> str:
     if "interval" not in line:
         size = f", {line['bytes']:,} bytes" if "bytes" in line else ""
         return f"{what}{size}): {value:g} {line['unit']}"
-    low, high = (f"{100 * end:.1f}" for end in line["interval"])
+    low, high = (f"{100 * end:.2f}" for end in line["interval"])
     return (
-        f"{what}, {line['batch']} requests): {100 * value:.1f} % of the rate without, "
+        f"{what}, {line['batch']} requests): {100 * value:.2f} % of the rate without, "
         f"95 % interval {low} to {high}, {len(line['seconds'])} pairs"
     )
 
