@@ -1,6 +1,6 @@
 """What a step costs beside its kernels, on one GPU: copies, waits, allocations, host time.
 
-    python -m benchmarks.gpu_steps [FOLDER] [--rows N] [--lens N] [--out FILE.jsonl]
+    python -m benchmarks.gpu_steps [FOLDER] [--rows N] [--out FILE.jsonl]
 
 1. Copies between host and device, waiting calls and allocations a step, of 200 steady decode steps
    and of 40 steps that each take a new prompt, as CUPTI saw them.
@@ -190,11 +190,10 @@ def packet_alone_us(engine: SteppedEngine, calls: int = 200) -> dict[str, float]
     return found
 
 
-def lines(engine: SteppedEngine, rows: int, num_lens: int) -> list[dict[str, Any]]:
+def lines(engine: SteppedEngine, rows: int) -> list[dict[str, Any]]:
     """Measure, and return the lines."""
     new_tokens = 128 + 4 * STEADY + 2 * PROMPTS
-    engine.executor.adopt_thread()
-    engine.fill(rows, 128, max_new_tokens=new_tokens, num_lens=num_lens)
+    engine.fill(rows, 128, max_new_tokens=new_tokens)
     parts = host_times(engine)  # first: who has profiled once launches more slowly
     found: list[dict[str, Any]] = []
     for name, counts, num_steps in (
@@ -220,10 +219,6 @@ def main() -> None:
     )
     parser.add_argument("folder", nargs="?", type=Path, help="(the embedded model's shape)")
     parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument(
-        "--lens", type=int, default=1,
-        help="lengths of prompts; with 16, some rows get a page each step, with 1 all at once (1)",
-    )  # fmt: skip
     parser.add_argument("--capture", nargs="*", default=[])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -237,8 +232,9 @@ def main() -> None:
         ["-m", "benchmarks.gpu_steps", *map(str, sys.argv[1:])], "triton", gpu=gpu_facts()
     )
     about |= {"device": torch.cuda.get_device_name(), "shape": shape, "batch": args.rows}
-    about |= {"lens": args.lens}
-    for line in lines(engine, args.rows, args.lens):
+    with engine.executor.adopt_thread():
+        measured = lines(engine, args.rows)
+    for line in measured:
         text = json.dumps({"floor": None, "capture": args.capture, **about, **line})
         print(text, flush=True)
         if args.out:

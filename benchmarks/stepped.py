@@ -76,21 +76,10 @@ class SteppedEngine:
         self.loop.outbox.open(request.request_id, lambda news: None)
         self.loop.inbox.put(Admit(request))
 
-    def fill(
-        self,
-        num_rows: int,
-        prompt_len: int,
-        *,
-        max_new_tokens: int,
-        num_lens: int = 1,
-        **fields: Any,
-    ) -> None:
-        """Queue requests with these fields of ``add`` and step until all of them decode.
-
-        Prompts are of ``num_lens`` lengths, from ``prompt_len`` on.
-        """
+    def fill(self, num_rows: int, prompt_len: int, *, max_new_tokens: int, **fields: Any) -> None:
+        """Queue requests with these fields of ``add`` and step until all of them decode."""
         for i in range(num_rows):
-            prompt = [(7 * i + j) % 1000 + 3 for j in range(prompt_len + i % num_lens)]
+            prompt = [(7 * i + j) % 1000 + 3 for j in range(prompt_len)]
             self.add(prompt, max_new_tokens=max_new_tokens, **fields)
         while self.scheduler.num_waiting or self.scheduler.num_running < num_rows:
             self.loop.step()

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,10 @@ MUTANTS = {
     "result_block_released_at_submit": Mutant(
         gpu_mutants.result_block_released_at_submit, f"{TOKENS}|{JUNK_RESULT}", BAD_TOKEN
     ),
+    "one_payload_block": Mutant(
+        mutants.one_payload_block, "InvariantError: a ring .* still in use"
+    ),
+    "payload_block_released_at_submit": Mutant(mutants.payload_block_released_at_submit, READOUT),
     "copy_does_not_wait": Mutant(
         gpu_mutants.copy_does_not_wait, f"{TOKENS}|{JUNK_RESULT}", f"{BAD_TOKEN}|{READOUT}"
     ),
@@ -141,8 +146,11 @@ def scenario_play(model: Model, *, depth: int, audited: bool, graphs: bool) -> P
         scenario = random_scenario(model.quiz, seed, **fixed)
         device = sleepy_gpu(seed)
         make = gpu_executor(model.folder, device)
+        # An engine's own thread is adopted, others that submit are not.
+        thread = device.adopt_thread() if seed % 2 else nullcontext()
         try:
-            outputs = play(scenario, model.folder, device, audited=audited, make_executor=make)
+            with thread:
+                outputs = play(scenario, model.folder, device, audited=audited, make_executor=make)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         lanes = (device.compute, device.copy)
@@ -226,7 +234,7 @@ class Stage:
             "depth": depth,
             "allocator": os.environ.get("PYTORCH_ALLOC_CONF", "default"),
             "backend": self._backend,
-            "graphs": self._graphs,
+            "graphs": [model for model in models if self._graphs and model != "stamp"],
             "found": found,
             "has_gpu": _has_gpu(),
             "seconds": round(time.perf_counter() - started, 2),

@@ -4,7 +4,7 @@ Blocks that a ring takes back are filled with junk, as ``exec.sim`` does.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ CYCLES = (0, 1_000_000, 10_000_000)
 class SleepyLane:
     """A lane with a sleep kernel before each work."""
 
-    def __init__(self, lane: Lane, rng: random.Random, *, is_slow: bool) -> None:
+    def __init__(self, lane: Lane, rng: random.Random, *, cycles: Sequence[int]) -> None:
         self._lane = lane
         self._rng = rng
-        self._is_slow = is_slow
+        self._cycles = cycles
         self.num_sleeps = 0
         self.before_last: Event = lane.record()
 
@@ -50,7 +50,7 @@ class SleepyLane:
 
     def _sleep(self) -> None:
         self.before_last = self._lane.record()
-        cycles = self._rng.choice(CYCLES) if self._is_slow else 0
+        cycles = self._rng.choice(self._cycles)
         if cycles:
             self.num_sleeps += 1
             self._lane.submit(torch.cuda._sleep, cycles)
@@ -65,12 +65,19 @@ class SleepyLane:
 
 
 def sleepy_gpu(seed: int) -> CudaDevice:
-    """Return a GPU that is slow on one lane, or on both, as the seed says."""
+    """Return a GPU that is slow now and then, on one lane or on both, or always, as seeds say."""
     gpu, rng = CudaDevice(), random.Random(seed)
-    slow = ("compute", "copy", "both")[seed % 3]
+    now_and_then, always, never = CYCLES, CYCLES[1:], CYCLES[:1]
+    of_lanes = (
+        (now_and_then, never),
+        (never, now_and_then),
+        (now_and_then, now_and_then),
+        (always, always),
+    )
+    of_compute, of_copy = of_lanes[seed % len(of_lanes)]
     true_lane = gpu.compute
-    gpu.compute = SleepyLane(true_lane, rng, is_slow=slow in ("compute", "both"))
-    gpu.copy = SleepyLane(gpu.copy, rng, is_slow=slow in ("copy", "both"))
+    gpu.compute = SleepyLane(true_lane, rng, cycles=of_compute)
+    gpu.copy = SleepyLane(gpu.copy, rng, cycles=of_copy)
 
     def recycle(block: Tensor) -> None:
         """Fill the block with junk: on the host at once, on the GPU before the lane's next work."""

@@ -6,7 +6,7 @@ from threading import Thread
 import pytest
 import torch
 
-from dovetail.errors import DeviceError
+from dovetail.errors import DeviceError, InvariantError
 from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.cuda.upload import staged_copies
 
@@ -36,6 +36,26 @@ def test_lanes_are_distinct_and_ordered_by_events_alone(device: CudaDevice) -> N
         device.copy.submit(lambda: host.copy_(target, non_blocking=True))
         device.copy.record().wait()
         assert host.eq(value).all()
+
+
+def test_lanes_that_are_one_stream_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = torch.cuda.Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args: stream)
+    with pytest.raises(InvariantError, match="the same CUDA stream"):
+        CudaDevice()
+
+
+def test_an_adopted_thread_has_its_stream_back_afterwards(device: CudaDevice) -> None:
+    before, seen = torch.cuda.current_stream(), []
+    with device.adopt_thread():
+        device.compute.submit(lambda: seen.append(torch.cuda.current_stream()))
+        thread = Thread(
+            target=device.compute.submit, args=(lambda: seen.append(torch.cuda.current_stream()),)
+        )
+        thread.start()
+        thread.join()
+    assert seen == [device.compute.stream] * 2  # another thread's is changed for each submission
+    assert torch.cuda.current_stream() == before
 
 
 def test_host_blocks_have_their_exact_size_and_copies_do_not_wait(device: CudaDevice) -> None:

@@ -38,7 +38,8 @@ def test_a_steady_step_is_one_copy_in_one_copy_out_and_no_wait(
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(Executor, "submit", submit)
-    found = steady_counts(engine, STEPS)
+    with engine.executor.adopt_thread():
+        found = steady_counts(engine, STEPS)
     print(dict(found))
     engine.executor.close()
     assert found["graph launches"] == STEPS  # it really was a steady step
@@ -53,7 +54,8 @@ def test_a_steady_step_is_one_copy_in_one_copy_out_and_no_wait(
 
 def test_a_step_with_a_prompt_is_one_copy_in_and_one_out_too() -> None:
     engine = engine_of()
-    found = prompt_counts(engine, 40)
+    with engine.executor.adopt_thread():
+        found = prompt_counts(engine, 40)
     print(dict(found))
     engine.executor.close()
     assert 40 <= found["HtoD"] <= 41 and 39 <= found["DtoH"] <= 41

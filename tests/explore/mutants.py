@@ -238,6 +238,28 @@ def one_result_block(patch: MonkeyPatch) -> None:
     after(patch, Executor, "__init__", shrink)
 
 
+def one_payload_block(patch: MonkeyPatch) -> None:
+    """The ring of payloads is shorter than the steps in flight."""
+
+    def shrink(_: None, self: Executor, *args: Any) -> None:
+        payloads = [block.device for block in self._payloads._blocks[:1]]
+        self._payloads = BlockRing(self._device, paired_blocks(self._device, payloads))
+
+    after(patch, Executor, "__init__", shrink)
+
+
+def payload_block_released_at_submit(patch: MonkeyPatch) -> None:
+    """A payload block goes back to a ring of one when its copy is queued, not when it was read."""
+    one_payload_block(patch)
+
+    def give_back(_: Any, self: Executor, *args: Any) -> None:
+        [block] = self._payloads._blocks
+        if block.in_use:
+            self._payloads.release(block)
+
+    after(patch, Executor, "submit", give_back)
+
+
 # -- memory given up too early -----------------------------------------------------------
 
 

@@ -72,6 +72,8 @@ MUTANTS = [
     Mutant(mutants.retired_too_early, JUNK_RESULT),
     Mutant(mutants.staging_has_no_fence, STALE, JUNK_PACKET),
     Mutant(mutants.one_result_block, "InvariantError: a ring .* still in use"),
+    Mutant(mutants.one_payload_block, "InvariantError: a ring .* still in use"),
+    Mutant(mutants.payload_block_released_at_submit, READOUT),
     Mutant(mutants.tenant_not_sent, STALE, audited=False),
     Mutant(mutants.released_in_flight, FREED, STALE),
     Mutant(mutants.released_in_flight, STALE, audited=False),

@@ -165,9 +165,10 @@ class LocalEngine:
             raise EngineClosed(str(failure))
 
     def _run(self, executor: Executor) -> None:
-        executor.adopt_thread()
-        torch.set_num_threads(self.config.num_threads)
-        with threadpool_limits(limits=self.config.num_threads, user_api="blas"):  # numpy's
+        num_threads = self.config.num_threads
+        torch.set_num_threads(num_threads)
+        blas = threadpool_limits(limits=num_threads, user_api="blas")  # numpy's
+        with blas, executor.adopt_thread():
             self.loop.run()
 
 

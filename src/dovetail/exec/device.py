@@ -11,6 +11,7 @@ thread a lane, and ``exec.sim.SimDevice`` in any order that lanes and events all
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -92,7 +93,7 @@ class Device(Protocol):
         """Declare engine state: memory that outlives steps, changed on the compute lane only."""
         ...
 
-    def adopt_thread(self) -> None:
+    def adopt_thread(self) -> AbstractContextManager[None]:
         """Make submitting cheaper for the calling thread, which does nothing else on the device."""
         ...
 
@@ -171,8 +172,9 @@ class CpuDevice:
     def register_state(self, *tensors: Tensor) -> None:
         """Nothing to check."""
 
-    def adopt_thread(self) -> None:
+    def adopt_thread(self) -> AbstractContextManager[None]:
         """Nothing to prepare."""
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing to end."""
@@ -269,8 +271,9 @@ class ThreadedCpuDevice:
     def register_state(self, *tensors: Tensor) -> None:
         """Nothing to check."""
 
-    def adopt_thread(self) -> None:
+    def adopt_thread(self) -> AbstractContextManager[None]:
         """Nothing to prepare."""
+        return nullcontext()
 
     def close(self) -> None:
         """End both threads."""

@@ -8,6 +8,7 @@ like: that is the business of its ``Runner``.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -133,9 +134,9 @@ class Executor:
         self._device.compute.submit(work)
         self._device.compute.record().wait()
 
-    def adopt_thread(self) -> None:
-        """Let the calling thread submit all steps from now on; see ``Device``."""
-        self._device.adopt_thread()
+    def adopt_thread(self) -> AbstractContextManager[None]:
+        """Let the calling thread submit all steps meanwhile; see ``Device``."""
+        return self._device.adopt_thread()
 
     def close(self) -> None:
         """End the device's lanes."""

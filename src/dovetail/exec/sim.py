@@ -9,6 +9,7 @@ For tests; it runs the same torch code as the CPU device.
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -131,8 +132,9 @@ class SimDevice:
         """Remember whose memory the tensors are views of."""
         self._state_addresses |= {_address(tensor) for tensor in tensors}
 
-    def adopt_thread(self) -> None:
+    def adopt_thread(self) -> AbstractContextManager[None]:
         """Nothing to prepare."""
+        return nullcontext()
 
     def check_access(
         self, lane: SimLane, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]

@@ -56,10 +56,8 @@ class SlotTable:
         """
         sequence = self._tenants[slot]
         if sequence is None or self._generations[slot] != generation:
-            raise InvariantError(
-                f"slot {slot} generation {generation} is stale; it is now generation "
-                f"{self._generations[slot]}"
-            )
+            now = "empty" if sequence is None else f"generation {self._generations[slot]}"
+            raise InvariantError(f"slot {slot} generation {generation} is stale; it is now {now}")
         return sequence
 
     def tenants(self, slots: Slots) -> list[Sequence]:

@@ -2,6 +2,7 @@
 
 import ctypes
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -65,6 +66,25 @@ def test_a_failure_is_an_error_that_names_it():
     calls = DriverCalls(Driver(code=NO_CONTEXT), CONTEXT)  # it had one, and still
     with pytest.raises(DeviceError, match="CUDA_ERROR_201"):
         calls.download(block, block, 4, STREAM)
+
+
+def test_no_call_is_bound_that_could_wait():
+    """PyTorch's check of waiting calls does not see the driver's, so none must be there."""
+
+    class Named:
+        """A library that takes note of what it is asked for."""
+
+        names: ClassVar[set[str]] = set()
+
+        def __getattr__(self, name):
+            self.names.add(name)
+            return SimpleNamespace(argtypes=None)
+
+    DriverCalls(Named(), CONTEXT)
+    assert Named.names == {
+        "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventCreate", "cuEventDestroy_v2",
+        "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("has_context", [True, False])

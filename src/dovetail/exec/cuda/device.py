@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -115,13 +115,18 @@ class CudaLane:
         source, target = device.data_ptr() + begin, host.data_ptr() + begin
         self._calls.download(source, target, end - begin, self._handle)
 
-    def adopt_thread(self) -> None:
-        """Make the stream the calling thread's current one, for good.
+    @contextlib.contextmanager
+    def adopt_thread(self) -> Iterator[None]:
+        """Let the stream be the calling thread's current one meanwhile.
 
         To change it for each step, and back, costs the host 30 us.
         """
-        torch.cuda.set_stream(self.stream)
-        self._adopted = threading.get_ident()
+        with torch.cuda.stream(self.stream):
+            self._adopted = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._adopted = None
 
     def record(self) -> Event:
         """Return the present end of the stream."""
@@ -207,9 +212,9 @@ class CudaDevice:
     def register_state(self, *tensors: Tensor) -> None:
         """Nothing to check; ``exec.sim`` does."""
 
-    def adopt_thread(self) -> None:
+    def adopt_thread(self) -> contextlib.AbstractContextManager[None]:
         """Let whatever the calling thread launches go to the compute lane."""
-        self._lanes[0].adopt_thread()
+        return self._lanes[0].adopt_thread()
 
     def close(self) -> None:
         """Let both lanes end, then give the host's memory back."""
