@@ -158,7 +158,15 @@ class Listeners:
         return any(self.news.values())
 
     def ends(self) -> list[str]:
-        """How each request ended; it did so once, and nothing came after."""
+        """How each request ended; it did so once, and nothing came after.
+
+        They are told one after another, so who waited for one has not waited for all.
+        """
+
+        def has_ended(heard: list[TokenEvent | EngineError]) -> bool:
+            return bool(heard) and (isinstance(heard[-1], EngineError) or bool(heard[-1].finish))
+
+        until(lambda: all(map(has_ended, self.news.values())))
         ends: list[str] = []
         for heard in self.news.values():
             *before, last = heard
