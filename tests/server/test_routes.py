@@ -264,3 +264,23 @@ def test_the_server_says_that_it_captures(moe_server, server):
         reply = server.post(path, body | {"return_routed_experts": True})
         assert reply.status_code == 400
         assert reply.json()["error"]["param"] == "return_routed_experts"
+
+
+def test_a_stream_of_rows_has_its_prompts_logprobs_too() -> None:
+    """A prompt of many chunks: rows of it leave before the first token, its logprobs with that."""
+    prompt = [(7 * i) % 200 + 5 for i in range(48)]
+    asked = {"return_logprob": True, "logprob_start_len": 0, "capture": ["tokens"]}
+    sampling = {"max_new_tokens": 4, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, **asked}
+    with start_server("--chunk-size", "8") as server:
+        events = server.events("/generate", body | {"capture_interval": 4})
+        whole = server.generate(**body)
+    metas = [event["meta_info"] for event in events]
+    first = next(i for i, event in enumerate(events) if event["output_ids"])
+    assert first > 1 and any("captured" in meta for meta in metas[:first])
+    assert all("input_token_logprobs" not in meta for meta in metas[:first])
+    wanted, found = (meta["input_token_logprobs"] for meta in (whole["meta_info"], metas[-1]))
+    assert [row[1] for row in found] == [row[1] for row in wanted] == prompt
+    values = [[row[0] for row in rows[1:]] for rows in (found, wanted)]
+    np.testing.assert_allclose(*values, atol=1e-4)
+    assert all(meta["input_token_logprobs"] == found for meta in metas[first:])

@@ -24,6 +24,7 @@ class Backlog:
         self._columns: tuple[list[int], list[float], list[int]] | None = None
         self._scores: list[Scores] = [] if first.scores is None else [first.scores]
         self._captured = [] if first.captured is None else [first.captured]
+        self._prompt_scores = first.prompt_scores
 
     def add(self, event: TokenEvent) -> None:
         """Append the generation's next event."""
@@ -38,6 +39,8 @@ class Backlog:
             self._scores.append(event.scores)
         if event.captured is not None:
             self._captured.append(event.captured)
+        if event.prompt_scores is not None:  # with the first token, before which rows may come
+            self._prompt_scores = event.prompt_scores
         self._last = event
 
     def join(self) -> TokenEvent:
@@ -52,7 +55,7 @@ class Backlog:
             logprobs=tuple(logprobs),
             epochs=tuple(epochs),
             scores=_joined(self._scores),
-            prompt_scores=self._first.prompt_scores,
+            prompt_scores=self._prompt_scores,
             finish=self._last.finish,
             usage=self._last.usage,
             captured=_joined_rows(self._captured),

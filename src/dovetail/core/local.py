@@ -167,9 +167,8 @@ class LocalEngine:
     def _run(self, executor: Executor) -> None:
         num_threads = self.config.num_threads
         torch.set_num_threads(num_threads)
-        blas = threadpool_limits(limits=num_threads, user_api="blas")  # numpy's
-        with blas, executor.adopt_thread():
-            self.loop.run()
+        with threadpool_limits(limits=num_threads, user_api="blas"):  # numpy's
+            self.loop.run(executor.adopt_thread())
 
 
 def _check_version(version: object) -> None:

@@ -6,6 +6,7 @@ next one is planned; 0 is synchronous and 1 is overlap, with the same code.
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 
 from dovetail.core.control import MAX_VERSION, Refit
 from dovetail.core.mailbox import Inbox, Outbox
@@ -45,12 +46,17 @@ class EngineLoop:
         """True if only a message can bring work."""
         return not self.inflight and self.scheduler.num_open == 0 and not self.is_closing
 
-    def run(self) -> None:
-        """Step until closed. Whatever ends the loop, every open request gets its answer."""
+    def run(self, thread: AbstractContextManager[None] | None = None) -> None:
+        """Step until closed. Whatever ends the loop, every open request gets its answer.
+
+        Args:
+            thread: what the calling thread needs to be for this, entered and left here.
+        """
         failure: EngineError = EngineClosed("the engine has been closed")
         try:
-            while not (self.is_closing and self.scheduler.num_open == 0 and not self.inflight):
-                self.step()
+            with thread or nullcontext():
+                while not (self.is_closing and self.scheduler.num_open == 0 and not self.inflight):
+                    self.step()
         except Exception as error:  # the loop is the process's last line: answer, then end
             failure = EngineClosed(f"the engine failed: {error!r}")
             failure.__cause__ = error

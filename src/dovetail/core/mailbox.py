@@ -17,7 +17,7 @@ RETRY_AFTER_SECONDS = 1.0
 """A place is free as soon as any generation ends, so there is no point in a longer wait."""
 
 News = Sequence[TokenEvent] | EngineError
-"""Events of one step, or the error that has ended every request a client has open."""
+"""Events of one commit, or the error that has ended every request a client has open."""
 
 Deliver = Callable[[News], None]
 """Hands news to a client; called on the engine's thread, must not block."""

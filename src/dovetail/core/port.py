@@ -63,8 +63,9 @@ class EnginePort(Protocol):
         """Begin a request, whose id is new to this engine.
 
         ``deliver`` gets its events, on a thread of the engine's, and must not block; who gives the
-        same ``deliver`` for several requests gets the news of a step in one call. Each generation
-        gets exactly one last event, or all that are open an error.
+        same ``deliver`` for several requests gets the news of a step in one call, and answers that
+        waited for captured rows in one before. Each generation gets exactly one last event, or all
+        that are open an error.
 
         Raises:
             EngineClosed: the engine has been closed or has failed.

@@ -141,7 +141,9 @@ class GrowingReply:
             scores.mask_logprobs if scores else (),
         )
         start = table.asked.logprob_start_len
-        if start >= 0 and "input_token_logprobs" not in self._columns:
+        # They come with the first token, or the end without one; rows may come before.
+        are_there = bool(event.token_ids) or event.finish_reason is not None
+        if start >= 0 and are_there and "input_token_logprobs" not in self._columns:
             columns |= table.input(
                 self._request.prompt_token_ids,
                 (None,) * (start == 0) + (prompt.logprobs if prompt else ()),

@@ -328,7 +328,10 @@ class Scheduler:
     # -- committing ----------------------------------------------------------------------
 
     def commit_readouts(self, plan: StepPlan, read: ReadRows) -> list[TokenEvent]:
-        """Learn what a step read before its forward; return the news, one sequence's in order."""
+        """Learn what a step read before its forward; return the news of those that leave.
+
+        Whoever goes on gets rows with the step's tokens: a stream has one piece of news a step.
+        """
         self._order.take_rows(plan, read)
         events: list[TokenEvent] = []
         for readout, rows in zip(plan.readouts, read.rows, strict=True):
@@ -351,6 +354,10 @@ class Scheduler:
         events = self._commit_tokens(slots, result, plan.epoch, ~looks)
         for row in np.flatnonzero(looks).tolist():
             events += self._look_at_row(plan, result, row, sampled_scores.get(row))
+        for readout in plan.readouts:
+            sequence = self._slots.present(readout.slot, readout.generation)
+            if sequence is not None and sequence.has_rows_to_stream:
+                events.append(news_of(sequence))
         return events
 
     def _commit_tokens(
@@ -403,9 +410,7 @@ class Scheduler:
             if sequence.finish is None:
                 return self._decide_finish(sequence, reason)
             sequence.finish = reason  # nobody has been told the old one
-        if sequence.state is _RUNNING:
-            return [news_of(sequence)] if sequence.request.capture.interval else []
-        return self._settle(sequence)
+        return [] if sequence.state is _RUNNING else self._settle(sequence)
 
     def _commit_prompt_scores(self, plan: StepPlan, result: StepResult) -> dict[int, TokenScores]:
         """Commit the scores of prompt tokens; return those of sampled ones, by row."""

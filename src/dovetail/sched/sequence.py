@@ -343,6 +343,13 @@ class Sequence:
         """True if tokens are to be told that no event has had."""
         return self.request.is_streamed and self.num_emitted < len(self.record)
 
+    @property
+    def has_rows_to_stream(self) -> bool:
+        """True if it goes on, and rows are to be told that no event has had."""
+        if self.captured is None or not self.request.capture.interval:
+            return False
+        return self.captured.has_news and self.state is SequenceState.RUNNING
+
     def append(self, token_id: int, logprob: float, epoch: int, scores: TokenScores | None) -> None:
         """Commit one sampled token."""
         self.catch_up()

@@ -60,6 +60,10 @@ class SlotTable:
             raise InvariantError(f"slot {slot} generation {generation} is stale; it is now {now}")
         return sequence
 
+    def present(self, slot: int, generation: int) -> Sequence | None:
+        """Return the sequence that a handle names, or None if its tenancy has ended."""
+        return self._tenants[slot] if self._generations[slot] == generation else None
+
     def tenants(self, slots: Slots) -> list[Sequence]:
         """Return who lives in these slots, each of which has a tenant."""
         tenants = self._tenants

@@ -47,7 +47,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Events(msgspec.Struct, frozen=True, tag=True):
-    """All news of one step."""
+    """All news of one commit."""
 
     events: tuple[TokenEvent, ...]
 

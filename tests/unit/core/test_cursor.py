@@ -74,13 +74,14 @@ def an_event(
 def stream_of(request_id: int, sample_index: int, sizes: Sequence[int]) -> list[TokenEvent]:
     """One generation's events, of so many tokens each."""
     firsts = [sum(sizes[:index]) for index in range(len(sizes))]
+    begins = next((index for index, size in enumerate(sizes) if size), len(sizes) - 1)
     return [
         an_event(
             request_id,
             first,
             size,
             sample_index=sample_index,
-            is_first=index == 0,
+            is_first=index == begins,  # rows may come before the first token
             is_last=index == len(sizes) - 1,
         )
         for index, (first, size) in enumerate(zip(firsts, sizes, strict=True))
@@ -131,7 +132,9 @@ async def check_joined(schedule: list[TokenEvent | int]) -> None:
         parts = [e for e in events if (e.request_id, e.sample_index) == who]
         taken = [e for e in got if (e.request_id, e.sample_index) == who]
         assert [columns(e) for e in summed(parts)] == [columns(e) for e in summed(taken)]
-        assert [e.prompt_scores for e in taken] == [PROMPT_SCORES] + [None] * (len(taken) - 1)
+        [scored] = [e for e in taken if e.prompt_scores is not None]
+        assert scored.prompt_scores == PROMPT_SCORES
+        assert scored is next((e for e in taken if e.token_ids), taken[-1])
         for name in ("finish", "usage", "captured"):
             values = [getattr(e, name) for e in taken]
             assert values == [None] * (len(taken) - 1) + [getattr(parts[-1], name)]

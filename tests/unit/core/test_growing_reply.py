@@ -86,8 +86,9 @@ def text_of(token_id: int) -> str:
 )  # fmt: skip
 def test_the_last_event_is_the_whole_reply(parts, asked, shows_text) -> None:
     request, show = request_for(asked), text_of if shows_text else None
+    begins = next((i for i, (_, values) in enumerate(parts) if values), len(parts) - 1)
     events = [
-        event(texts, values, asked, is_first=i == 0, is_last=i == len(parts) - 1)
+        event(texts, values, asked, is_first=i == begins, is_last=i == len(parts) - 1)
         for i, (texts, values) in enumerate(parts)
     ]
     growing = GrowingReply(request, label="x", logprobs=asked, text_of=show)

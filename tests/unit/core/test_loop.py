@@ -1,6 +1,7 @@
 """The loop answers everybody, whatever ends it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -40,6 +41,12 @@ class Faulty:
         self.num_closed += 1
         if self._at_close:
             raise RuntimeError("the device does not even close")
+
+
+@contextmanager
+def no_thread() -> Iterator[None]:
+    raise DeviceError("no context")
+    yield
 
 
 def told(request_id: int, news: list) -> Callable[[News], None]:
@@ -86,6 +93,12 @@ def test_clients_are_answered_though_the_device_fails_to_close():
     with pytest.raises(RuntimeError, match="does not even close"):
         made.loop.run()
     assert all(isinstance(event, EngineClosed) for event in dict(news).values())
+
+
+def test_clients_are_answered_though_the_thread_cannot_be_prepared():
+    made, news = running(Faulty())
+    made.loop.run(no_thread())
+    assert all("no context" in str(event) for event in dict(news).values()) and len(news) == 2
 
 
 def test_close_aborts_what_is_open_and_ends():
