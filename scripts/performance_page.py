@@ -76,8 +76,14 @@ def _summary(lines: list[Line]) -> str:
     products = [line["rates"]["gemm_TFLOP_per_s"] for line in lines]
     return text + (
         f"The machine's own rates in these runs: copies {_span(copies)} TB/s, "
-        f"products {_span(products)} TFLOP/s."
+        f"{_share(copies, 4.26)} of the floor's; products {_span(products)} TFLOP/s, "
+        f"{_share(products, 790)}."
     )
+
+
+def _share(values: list[float], reference: float) -> str:
+    low, high = (f"{100 * value / reference:.0f}" for value in (min(values), max(values)))
+    return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def _step(line: Line) -> str:
@@ -95,7 +101,9 @@ def _cost(line: Line) -> str:
     what, value = f"{line['work']} ({line['shape']}", line["value"]
     if "interval" not in line:
         size = f", {line['bytes']:,} bytes" if "bytes" in line else ""
-        return f"{what}{size}): {value:g} {line['unit']}"
+        middle = f", {line['median']:g} in the middle" if "median" in line else ""
+        graph = f", {line['graph_us']:g} in a graph" if "graph_us" in line else ""
+        return f"{what}{size}): {value:g} {line['unit']} at best{middle}{graph}"
     low, high = (f"{100 * end:.2f}" for end in line["interval"])
     return (
         f"{what}, {line['batch']} requests): {100 * value:.2f} % of the rate without, "

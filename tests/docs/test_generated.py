@@ -60,7 +60,7 @@ def test_figures_are_filled_in_beside_what_is_said_of_them() -> None:
         "| b, 32 rows | 5.00 ms | 4.00 | 1.25 | 2.00 | 2.50 | so |\n"
         "| c | not measured | | | |  | |\n"
         "Slower than the best other: b at 32. The machine's own rates in these runs: "
-        "copies 4.23 TB/s, products 708 TFLOP/s."
+        "copies 4.23 TB/s, 99 % of the floor's; products 708 TFLOP/s, 90 %."
     )
 
 
