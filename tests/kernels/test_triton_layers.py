@@ -202,3 +202,31 @@ def test_layers_on_the_gpu(num_tokens: int) -> None:
     weights, ids = ours.route(logits, 8, True)
     assert torch.equal(ids, REF.route(logits, 8, True)[1])
     torch.testing.assert_close(weights, REF.route(logits, 8, True)[0], rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_tokens", [1, 256, 4096])
+def test_rotation_on_the_gpu(num_tokens: int) -> None:
+    """The same shapes: 32 heads, 4 of keys, norms of both."""
+    from dovetail.kernels.registry import load_kernels
+
+    num_heads, num_kv_heads, dim, num_slots = 32, 4, 128, 8192
+    qkv = big_randn(num_tokens, (num_heads + 2 * num_kv_heads) * dim)
+    order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))
+    caches = [
+        torch.zeros(num_slots + 1, num_kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        for _ in "kvkv"
+    ]
+    places = {
+        "qk_norm": (big_randn(dim, seed=1), big_randn(dim, seed=2), 1e-6),
+        "cos_sin_P2D": cos_sin(40_960, dim),
+        "positions_T": ints([(7919 * i) % 40_960 for i in range(num_tokens)]),
+        "kv_slots_T": order[:num_tokens].to(DEVICE),
+    }
+    kernels = load_kernels("triton", DEVICE)
+    q = kernels.rotate_and_store(qkv, **places, k_cache_CKD=caches[0], v_cache_CKD=caches[1])
+    wanted = REF.rotate_and_store(qkv, **places, k_cache_CKD=caches[2], v_cache_CKD=caches[3])
+    near = {"rtol": 2 * half_unit(torch.bfloat16) + 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(q, wanted, **near)
+    torch.testing.assert_close(caches[0], caches[2], **near)
+    assert torch.equal(caches[1], caches[3])

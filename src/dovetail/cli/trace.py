@@ -100,7 +100,11 @@ class Tracer:
 
     def _next_submit(self, plan: StepPlan) -> PendingStep:
         pending = self._submit(plan)
-        return PendingStep(plan, self.recorder.call("wait", pending.result), pending.readouts)
+        return PendingStep(
+            plan,
+            self.recorder.call("wait", pending.result),
+            self.recorder.call("wait", pending.readouts),
+        )
 
     def steps(self, num_steps: int, num_rows: int) -> Steps:
         """Return steady decode steps in the middle of the run.

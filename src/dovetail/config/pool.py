@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from dovetail.config.capture import column_specs
+from dovetail.config.gpu import Gpu
 from dovetail.config.model import ModelConfig
 from dovetail.errors import ConfigError
 
@@ -84,8 +85,14 @@ def pages_of_size(shape: PoolShape, kv_memory: int | str) -> tuple[int, str]:
     )
 
 
-def check_pool(shape: PoolShape, num_pages: int, field: str, *, is_on_host: bool) -> None:
-    """Refuse a pool that cannot hold one context, or that this machine cannot hold.
+def check_pool(shape: PoolShape, num_pages: int, field: str, *, gpu: Gpu | None) -> None:
+    """Refuse a pool that cannot hold one context, or that its memory cannot hold.
+
+    Args:
+        shape: the pool's.
+        num_pages: asked for.
+        field: that asks for them.
+        gpu: whose memory it is in; None for this machine's.
 
     Raises:
         ConfigError: with the numbers.
@@ -98,11 +105,13 @@ def check_pool(shape: PoolShape, num_pages: int, field: str, *, is_on_host: bool
             f"({shape.least_pages * shape.page_bytes} bytes); "
             "raise it or lower context_len",
         )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if is_on_host and num_pages * shape.page_bytes > memory:
+    owner, memory = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if gpu is not None:
+        owner, memory = gpu.name, gpu.memory_bytes
+    if num_pages * shape.page_bytes > memory:
         raise ConfigError(
             field,
-            f"asks for {num_pages * shape.page_bytes} bytes of KV, but this machine has {memory}; "
+            f"asks for {num_pages * shape.page_bytes} bytes of KV, but {owner} has {memory}; "
             f"give at most {memory // shape.page_bytes} pages",
         )
 

@@ -72,7 +72,9 @@ def resolve(options: EngineOptions, gpu: Gpu | None = None) -> EngineConfig:
         context_len=context_len,
         max_running=max_running,
     )
-    num_pages = _decide_num_pages(options, device, memory_fraction, pool, reasons)
+    num_pages = _decide_num_pages(
+        options, gpu if device == "cuda" else None, memory_fraction, pool, reasons
+    )
     depth = 1 if options.depth is None else options.depth
     reasons["depth"] = "default: overlap" if options.depth is None else "given"
     chunk_size = _decide_chunk_size(options, device, gpu, context_len, reasons)
@@ -338,7 +340,7 @@ def _decide_memory_fraction(
 
 def _decide_num_pages(
     options: EngineOptions,
-    device: DeviceName,
+    gpu: Gpu | None,
     memory_fraction: float | None,
     pool: PoolShape,
     reasons: dict[str, str],
@@ -356,7 +358,7 @@ def _decide_num_pages(
         field, size = "kv_memory", options.kv_memory
         num_pages, reason = pages_of_size(pool, DEFAULT_KV_MEMORY if size is None else size)
         reasons["num_pages"] = reason
-    check_pool(pool, num_pages, field, is_on_host=device == "cpu")
+    check_pool(pool, num_pages, field, gpu=gpu)
     return num_pages
 
 

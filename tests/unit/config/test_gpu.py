@@ -199,3 +199,11 @@ def test_a_measured_pool_replaces_the_least_one(folder: Path) -> None:
     sized = with_measured_pool(config, use)
     assert sized.num_pages == 128 * 100 and sized.reasons["num_pages"].startswith("max_running")
     assert sized.memory_fraction == 0.5 and config.num_pages == 100
+
+
+def test_a_pool_larger_than_the_gpu_is_refused_with_the_numbers(folder: Path) -> None:
+    small = Gpu(name="one", memory_bytes=2**20)
+    told = str(error_of(folder, small, device="cuda", kv_memory="1GiB"))
+    assert "kv_memory" in told and "bytes of KV, but one has 1048576; give at most" in told
+    config = decide(folder, small, device="cpu", kv_memory="1GiB")  # it is in the host's memory
+    assert config.num_pages > 0
