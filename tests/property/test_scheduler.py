@@ -25,7 +25,7 @@ from dovetail.sched.running import RunningSequences
 from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence, SequenceState, TokenRecord
 from dovetail.sched.slots import SlotTable
-from dovetail.wire.request import LogprobParams
+from dovetail.wire.request import CaptureParams, LogprobParams
 from tests.support.referee import CONTEXT_LEN, Job, Workload, run_workload
 from tests.support.scripted import MAX_TOP, VOCAB_SIZE
 
@@ -50,11 +50,22 @@ def jobs(draw: st.DrawFn) -> Job:
         sampling=sampling,
         arrives_at=draw(st.integers(0, 12)),
         aborted_after=draw(st.none() | st.integers(0, 25)),
-        captures=draw(st.booleans()),
+        capture=draw(captures(len(prompt))),
         logprobs=draw(scores(len(prompt))),
         group=draw(st.sampled_from([None, None, "a", "b"])),
         priority=draw(st.integers(-1, 1)),
         is_streamed=draw(st.booleans()),
+    )
+
+
+@st.composite
+def captures(draw: st.DrawFn, prompt_len: int) -> CaptureParams:
+    if draw(st.booleans()):
+        return CaptureParams()
+    return CaptureParams(
+        columns=("tokens",),
+        start_len=draw(st.sampled_from([0, 0, 0, prompt_len // 2, prompt_len])),
+        interval=draw(st.sampled_from([0, 0, 0, 2, 7])),
     )
 
 
@@ -482,7 +493,7 @@ def hunt() -> None:
     """Play the same workloads every time; the first that goes wrong raises."""
 
     @settings(
-        max_examples=400,
+        max_examples=500,
         deadline=None,
         derandomize=True,
         database=None,

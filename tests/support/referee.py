@@ -22,7 +22,7 @@ from dovetail.sched import sequence as sequence_module
 from dovetail.sched.plan import FROM_DEVICE, RowStatus, StepPlan
 from dovetail.sched.scheduler import Scheduler
 from dovetail.sched.sequence import Sequence, SequenceState
-from dovetail.wire.request import LogprobParams
+from dovetail.wire.request import CaptureParams, LogprobParams
 from dovetail.wire.result import FinishReason, Scores
 from tests.support.scripted import (
     EOS_ID,
@@ -37,7 +37,7 @@ from tests.support.scripted import (
 from tests.support.stepper import Output, Stepper
 
 CONTEXT_LEN = 40
-NOTHING_ASKED = LogprobParams()
+NOTHING_ASKED, NOTHING_CAPTURED = LogprobParams(), CaptureParams()
 TOKEN_BYTES = [b"ab"[i % 2 : i % 2 + 1] * (i % 3) + b"xyz"[i % 5 : i % 5 + 1] for i in range(32)]
 COLUMNS = {"tokens": ColumnSpec(np.dtype(np.int32), (), -1)}
 
@@ -53,7 +53,7 @@ class Job:
     sampling: dict
     arrives_at: int = 0
     aborted_after: int | None = None
-    captures: bool = False
+    capture: CaptureParams = NOTHING_CAPTURED
     logprobs: LogprobParams = NOTHING_ASKED
     group: str | None = None
     priority: int = 0
@@ -160,16 +160,17 @@ def _check_usage(job: Job, output: Output, config: dict) -> None:
 
 def _check_capture(job: Job, output: Output) -> None:
     assert output.finish is not None
-    if not job.captures:
+    start = job.capture.start_len
+    if not job.capture.columns:
         assert not output.captured
     elif output.finish.type in ("stop", "length"):
         forwarded = [*job.prompt, *output.token_ids][: len(job.prompt) + len(output.token_ids) - 1]
         if not job.sampling["max_new_tokens"]:
             forwarded = list(job.prompt)
-        assert output.captured["tokens"].tolist() == forwarded
+        assert output.captured["tokens"].tolist() == forwarded[start:]
     elif output.captured:
         seen = output.captured["tokens"].tolist()
-        assert seen == [*job.prompt, *output.token_ids][: len(seen)]
+        assert seen == [*job.prompt, *output.token_ids][start : start + len(seen)]
 
 
 def _check_scores(job: Job, output: Output) -> None:
@@ -301,7 +302,8 @@ class Referee:
         """No page is free that a step in flight reads or writes."""
         references = self.stepper.ledger._pools[0].ref_count
         for pending in self.stepper.loop.inflight:
-            for page in self.device.steps[pending.plan.step_id].read:
+            step = self.device.steps[pending.plan.step_id]
+            for page in step.read | step.read_out:
                 assert references(page), f"page {page} is free, and a step in flight reads it"
 
     def after_step(self, _: int) -> None:
@@ -405,7 +407,7 @@ def start_job(stepper: Stepper, job: Job) -> int:
     """Add a job's request."""
     return stepper.add(
         job.prompt,
-        capture=("tokens",) if job.captures else (),
+        capture=job.capture,
         logprobs=job.logprobs,
         group=job.group,
         priority=job.priority,

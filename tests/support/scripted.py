@@ -17,7 +17,7 @@ from dovetail.config.payload import readout_bytes, sample_score_bytes
 from dovetail.config.schema import EngineConfig, PolicyName
 from dovetail.exec.fake import FakeExecutor
 from dovetail.exec.pending import PendingStep
-from dovetail.sched.plan import FROM_DEVICE, RowStatus, Score, StepPlan, TokenScores
+from dovetail.sched.plan import FROM_DEVICE, ReadRows, RowStatus, Score, StepPlan, TokenScores
 
 VOCAB_SIZE = 32
 EOS_ID = 2
@@ -128,11 +128,13 @@ class Step:
 
     Attributes:
         read: pages whose tokens its rows read.
+        read_out: pages whose tokens its read-outs read, until those have been taken.
         written: pages its rows wrote.
         reused: pages that new tenants found filled.
     """
 
     read: set[int] = field(default_factory=set)
+    read_out: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
     reused: set[int] = field(default_factory=set)
 
@@ -186,6 +188,8 @@ class PagedFake:
             }
             for r in plan.readouts
         )
+        for r in plan.readouts:
+            step.read_out |= self._pages_of(r.slot, r.end)  # from 0 on: all are its own
         new = plan.slot_writes
         for slot, sample_index in zip(new.slot.tolist(), new.sample_index.tolist(), strict=True):
             self._slots[slot] = _Slot(sample_index=sample_index)
@@ -205,11 +209,12 @@ class PagedFake:
                 scored.append(self._score(score, slot, width, targets))
         assert not scores and not targets, "scores out of order, or too many targets"
         pending = self._fake.submit(plan)
-        return PendingStep(
-            plan,
-            lambda: replace(pending.result(), scores=tuple(scored)),
-            lambda: replace(pending.readouts(), rows=captured),
-        )
+
+        def read() -> ReadRows:
+            step.read_out.clear()
+            return replace(pending.readouts(), rows=captured)
+
+        return PendingStep(plan, lambda: replace(pending.result(), scores=tuple(scored)), read)
 
     def update(self, work: Callable[[], None]) -> None:
         """Forget every page: what is read of one before it is written again is no token."""

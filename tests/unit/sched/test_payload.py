@@ -3,7 +3,7 @@
 import pytest
 
 from dovetail.config.payload import readout_bytes, sample_score_bytes
-from dovetail.wire.request import LogprobParams
+from dovetail.wire.request import CaptureParams, LogprobParams
 from tests.support.referee import COLUMNS, CONTEXT_LEN, Job, Workload, run_workload
 from tests.support.scripted import MAX_TOP
 
@@ -18,7 +18,10 @@ def plain(max_new_tokens: int) -> dict:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_readouts_leave_room_for_the_scores_of_those_that_run(depth):
     """Four end together and are read out, while two others report top logprobs."""
-    short = [Job(prompt=(i, *PROMPT), sampling=plain(29), captures=True) for i in range(4)]
+    short = [
+        Job(prompt=(i, *PROMPT), sampling=plain(29), capture=CaptureParams(columns=("tokens",)))
+        for i in range(4)
+    ]
     long = [Job(prompt=(9, 5, i), sampling=plain(36), logprobs=TOP) for i in range(2)]
     run_workload(
         Workload(
