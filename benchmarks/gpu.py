@@ -84,6 +84,10 @@ def prompts_of_b(batch: int) -> list[list[int]]:
     return [[(7 * i + j) % 10000 for j in range(PROMPT_LEN)] for i in range(batch)]
 
 
+def prompts_of_c() -> list[list[int]]:
+    return [[(7 * i + j) % 10000 for j in range(4096)] for i in range(16)]
+
+
 def step_ms(engine: Engine, batch: int, repeats: int) -> float:
     prompts, short, long = prompts_of_b(batch), [], []
     for _ in range(repeats):
@@ -155,7 +159,7 @@ class Works:
         return step_ms(self._engine, batch, self._repeats), more | {"repeats": self._repeats}
 
     def _prefill(self) -> Figure:
-        prompts = [[(7 * i + j) % 10000 for j in range(4096)] for i in range(16)]
+        prompts = prompts_of_c()
 
         def measure() -> tuple[float, dict[str, object]]:
             times = [seconds(self._engine, prompts, [1] * 16) for _ in range(self._runs)]

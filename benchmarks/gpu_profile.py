@@ -1,8 +1,9 @@
 """Where the time of a work goes on one GPU: by kind of step, and by kernel.
 
-    python -m benchmarks.gpu_profile 30b-a3b --at 4 12 --out profile.jsonl
+    python -m benchmarks.gpu_profile 30b-a3b --works b c a --at 4 12 --out profile.jsonl
 
-Runs work a of ``benchmarks.gpu`` and looks into it for some tenths of a second at some moments.
+Runs works of ``benchmarks.gpu`` and looks into them for some tenths of a second: into a at some
+moments, into b when all rows decode, into c from its beginning on.
 """
 
 import argparse
@@ -10,6 +11,8 @@ import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import describe_run
-from benchmarks.gpu import SHAPES, params, work_a
+from benchmarks.gpu import BATCHES, LONG, SHAPES, params, prompts_of_b, prompts_of_c, work_a
 from benchmarks.gpu_rates import gpu_facts
 from dovetail.core.engine import Engine
 from dovetail.sched.plan import FROM_DEVICE, StepPlan
 
 NUM_KERNELS = 14
+SETTLED = 16
+"""Decode steps that have passed when a look is taken at them."""
+
+C_SECONDS = 2.0
+"""More than work c takes."""
 
 
 class StepLog:
@@ -39,6 +47,11 @@ class StepLog:
             return commit(plan, result)
 
         scheduler.commit = logged
+
+    def wait_for_decode(self) -> None:
+        """Return when the newest steps were decode steps alone."""
+        while len(self.steps) < SETTLED or any(tokens for _, _, tokens in self.steps[-SETTLED:]):
+            time.sleep(1e-3)
 
     def summary(self) -> list[dict[str, object]]:
         """Return counts and seconds of steps by kind: decode rows, tokens of prompts."""
@@ -89,14 +102,70 @@ def kernels_during(seconds: float) -> dict[str, object]:
     return {"idle": round(1 - busy / window, 4), "window_s": window / 1e9, "kernels": table}
 
 
+def looks(
+    engine: Engine,
+    prompts: list[list[int]],
+    lens: Sequence[int],
+    waits: Sequence[Callable[[], None]],
+    window: float,
+) -> list[dict[str, object]]:
+    """Run requests, and return what ran on the GPU behind each of some waits."""
+    work = threading.Thread(target=engine.generate, args=(prompts, [params(n) for n in lens]))
+    work.start()
+    found: list[dict[str, object]] = []
+    for wait in waits:
+        wait()
+        found.append(kernels_during(window))
+    work.join()
+    return found
+
+
+def lines_of(engine: Engine, args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield what is found in each work."""
+    log = StepLog(engine)
+    for work in args.works:
+        if work == "b":
+            for batch in args.batches:
+                log.steps.clear()
+                prompts, lens = prompts_of_b(batch), [LONG] * batch
+                [found] = looks(engine, prompts, lens, [log.wait_for_decode], args.window)
+                yield {"work": f"b: kernels, {batch} rows", "batch": batch, **found}
+        elif work == "c":
+            prompts = prompts_of_c()
+            engine.generate(prompts, params(1))  # compiles
+            [found] = looks(engine, prompts, [1] * len(prompts), [lambda: None], C_SECONDS)
+            yield {"work": "c: kernels", "batch": len(prompts), **found}
+        else:
+            yield from _lines_of_a(engine, log, args)
+
+
+def _lines_of_a(
+    engine: Engine, log: StepLog, args: argparse.Namespace
+) -> Iterator[dict[str, object]]:
+    log.steps.clear()
+    prompts, lens = work_a()
+    started = time.perf_counter()
+
+    def until(at: float) -> None:
+        time.sleep(max(0.0, started + at - time.perf_counter()))
+
+    found = looks(engine, prompts, lens, [partial(until, at) for at in args.at], args.window)
+    taken = round(time.perf_counter() - started, 3)
+    for at, kernels in zip(args.at, found, strict=True):
+        yield {"work": f"a: kernels at {at:g} s", **kernels}
+    yield {"work": "a: steps", "value": taken, "unit": "s", "steps": log.summary()}
+
+
 def main() -> None:
     """Run and print JSON lines."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("shape")
-    parser.add_argument("--at", nargs="+", type=float, default=[3.0, 8.0], help="seconds")
-    parser.add_argument("--window", type=float, default=0.3)
+    parser.add_argument("--works", nargs="+", default=["b", "c", "a"], choices=list("abc"))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), help="of b")
+    parser.add_argument("--at", nargs="+", type=float, default=[3.0, 8.0], help="seconds of a")
+    parser.add_argument("--window", type=float, default=0.15, help="seconds of a look (0.15)")
     parser.add_argument("--max-running", type=int, default=512)
     parser.add_argument("--kv-memory", default="60GiB")
     parser.add_argument("--chunk-size", type=int, default=8192)
@@ -109,27 +178,13 @@ def main() -> None:
     )  # fmt: skip
     about = describe_run(["-m", "benchmarks.gpu_profile", args.shape], "triton", gpu=gpu_facts())
     about |= {"device": torch.cuda.get_device_name(), "shape": args.shape}
-    lines: list[dict[str, object]] = []
     with engine:
         engine.generate([[5] * 40], params(4))  # compiles what is left
-        log = StepLog(engine)
-        prompts, lens = work_a()
-        sampling = [params(n) for n in lens]
-        started = time.perf_counter()
-        work = threading.Thread(target=engine.generate, args=(prompts, sampling))
-        work.start()
-        for at in args.at:
-            time.sleep(max(0.0, started + at - time.perf_counter()))
-            lines.append({"work": f"a: kernels at {at:g} s"} | kernels_during(args.window))
-        work.join()
-        taken = round(time.perf_counter() - started, 3)
-        lines.append({"work": "a: steps", "value": taken, "unit": "s", "steps": log.summary()})
-    for line in lines:
-        text = json.dumps(line | about)
-        print(json.dumps(line, indent=1), flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(text + "\n")
+        for line in lines_of(engine, args):
+            print(json.dumps(line, indent=1), flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(line | about) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import benchmarks.gpu as gpu_module
 from benchmarks.common import write_newest
-from benchmarks.gpu import SHAPES, Figure, Works
+from benchmarks.gpu import NUM_SEEN, SHAPES, Figure, Works, distinct_experts
 from dovetail.config.model import ModelConfig
+from dovetail.wire.request import SamplingParams
 
 FLOORS = {
     "0.6b": {"a": [7.7], "b": [0.29, 0.51, 1.21, 2.26], "c": [0.113]},
@@ -44,3 +47,31 @@ def test_a_figures_older_line_makes_room_for_its_newest(tmp_path: Path) -> None:
         write_newest(path, {"work": work, "batch": batch, "value": value}, of=("work", "batch"))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["value"] for line in lines] == [2, 3, 4]
+
+
+def test_distinct_experts_are_counted_by_step_and_layer() -> None:
+    """Two rows, all of whose last steps are looked at: the same experts, or others."""
+    same = np.zeros((12, 3, 2), dtype=np.uint8)
+    same[..., 1] = 1
+    other = same.copy()
+    other[-1] += 2  # in the last step each layer has two more
+    outs = [SimpleNamespace(routes=SimpleNamespace(ids=ids)) for ids in (same, other)]
+    asked = []
+
+    def generate(prompts: list, sampling: SamplingParams, *, capture: tuple) -> list:
+        asked.append((len(prompts), sampling.max_new_tokens, capture))
+        return outs
+
+    engine = SimpleNamespace(generate=generate)
+    assert distinct_experts(engine, [[1], [2]]) == (2 * (NUM_SEEN - 1) + 4) / NUM_SEEN
+    assert asked == [(2, NUM_SEEN + 1, ("experts",))]  # the last token has no row
+
+
+def test_of_some_runs_the_last_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
+    monkeypatch.setattr(gpu_module, "seconds", lambda *args: next(times))
+    config = SimpleNamespace(model=ModelConfig.from_folder(SHAPES / "0.6b"), capture=())
+    works = Works(SimpleNamespace(config=config), repeats=5, runs=3, batches=())
+    for figure, runs in zip(works.figures("ac"), ([3.0, 1.0, 2.0], [5.0, 4.0, 6.0]), strict=True):
+        value, more = figure.measure()
+        assert (value, more["runs"]) == (runs[-1], runs)
