@@ -178,7 +178,7 @@ def test_b25_pages_of_one_that_stopped_are_not_written_any_more(tmp_path_factory
     folder = fx_tag(tmp_path_factory.mktemp("fx_tag"))
     harness = gpu_harness(folder, depth=2, page_size=4, num_pages=24, context_len=96, max_running=4)
     rng = np.random.default_rng(1)
-    for turn in range(150):
+    for turn in range(1000):
         first, second = rng.choice(100, 2, replace=False).tolist()
         a = harness.add(
             [first, *[200] * 46], max_new_tokens=40, stop_token_ids=(first,), temperature=0.0
