@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.exec.cuda import shaped as shaped_module
 from dovetail.exec.cuda.shaped import ShapedDraws
 from dovetail.exec.cuda.step import SlotTensors, StepTensors
 from dovetail.kernels.triton.backend import TritonKernels
@@ -103,8 +104,16 @@ class Step:
         )  # fmt: skip
 
 
-def test_every_stage_is_that_of_the_cpu(tiny_moe_folder: Path) -> None:
-    """Each row has needs of its own; what is drawn from is equal to the last bit."""
+@pytest.mark.parametrize(("block", "programs"), [(1024, 16), (32, 2), (16, 16)])
+def test_every_stage_is_that_of_the_cpu(
+    block: int, programs: int, tiny_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row has needs of its own; what is drawn from is equal to the last bit.
+
+    However many programs share a row, in one turn or in several.
+    """
+    monkeypatch.setattr(shaped_module, "_BLOCK", block)
+    monkeypatch.setattr(shaped_module, "_ROW_PROGRAMS", programs)
     step, logits = Step(tiny_moe_folder, ROWS), randn(len(ROWS), VOCAB, seed=2) * 3
     shaped = step.shaped_draws()
     drawn = shaped.draw(logits)

@@ -177,7 +177,6 @@ class CudaRunner:
         draws = None
         if is_shaped:
             draws = self._draw_shaped(shape, forwarded)
-            pack(self._inputs, self._slots, draws, forwarded.is_spoilt_T, self.blocks)
         if payload is not None:
             self._pack_snapshot(plan, layout, payload)
             block = DevicePayload(payload)
@@ -217,16 +216,18 @@ class CudaRunner:
         return Forwarded(hidden_TM, logits_RV, is_spoilt_T, draws)
 
     @torch.inference_mode()
-    def draw_shaped(self, logits_RV: Tensor) -> PlainDraws:
-        """Draw again for the step that the inputs hold, with all that its rows ask for.
+    def draw_shaped(self, forwarded: Forwarded) -> PlainDraws:
+        """Draw again for the step that the inputs hold, with all that its rows ask for, and pack.
 
-        Can be recorded as ``forward`` can.
+        Can be recorded as ``step`` can.
         """
-        return self._shaped.draw(logits_RV)
+        draws = self._shaped.draw(forwarded.logits_RV)
+        pack(self._inputs, self._slots, draws, forwarded.is_spoilt_T, self.blocks)
+        return draws
 
-    def draw_alone(self, logits_RV: Tensor) -> PlainDraws:
+    def draw_alone(self, forwarded: Forwarded) -> PlainDraws:
         """Draw shaped in the memory of steps, as no graph may."""
-        return self._memory.run(self.draw_shaped, logits_RV)
+        return self._memory.run(self.draw_shaped, forwarded)
 
     @torch.inference_mode()
     def rehearse(self, num_tokens: int) -> None:
@@ -244,7 +245,7 @@ class CudaRunner:
         draws = None
         if self._shaped_graphs is not None:
             draws = self._shaped_graphs.replay(shape)
-        return self.draw_alone(forwarded.logits_RV) if draws is None else draws
+        return self.draw_alone(forwarded) if draws is None else draws
 
     def _works(self, shape: StepShape) -> list[WorkItems]:
         """Divide the work of attention: decode rows, and prompt chunks."""

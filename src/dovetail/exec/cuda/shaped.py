@@ -24,6 +24,11 @@ _BIAS_BLOCK = 128
 _HISTORY_PROGRAMS = 8
 """Programs that go through the tokens so far of one row."""
 
+_ROW_PROGRAMS = 16
+"""Programs that go through the logits of one row. Most find that it asks for nothing, so there had
+better be few: to start one for each block of 256 rows of a large vocabulary takes longer than the
+draw."""
+
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -57,13 +62,14 @@ def _settings_kernel(
 
 @jit
 def _clear_kernel(counts_ptr, is_penalised_ptr, VOCAB, BLOCK: tl.constexpr):
-    """BLOCK counts of one row."""
+    """A share of the counts of one row."""
     row = tl.program_id(0)
     if tl.load(is_penalised_ptr + row) == 0:
         return
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = counts_ptr + row.to(tl.int64) * VOCAB + token
-    tl.store(place, tl.zeros((BLOCK,), tl.int32), mask=token < VOCAB)
+    row_ptr = counts_ptr + row.to(tl.int64) * VOCAB
+    for begin in range(tl.program_id(1) * BLOCK, VOCAB, tl.num_programs(1) * BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        tl.store(row_ptr + token, tl.zeros((BLOCK,), tl.int32), mask=token < VOCAB)
 
 
 @jit
@@ -94,23 +100,26 @@ def _penalty_kernel(
     logits_ptr, changed_ptr, counts_ptr, is_penalised_ptr, is_changed_ptr, rows_ptr,
     repetition_ptr, frequency_ptr, presence_ptr, VOCAB, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK logits of one row that changes; see ``kernels.api.penalize_counted``."""
+    """A share of the logits of one row that changes; see ``kernels.api.penalize_counted``."""
     row = tl.program_id(0)
     if tl.load(is_changed_ptr + row) == 0:
         return
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_there, place = token < VOCAB, row.to(tl.int64) * VOCAB + token
-    x = tl.load(logits_ptr + place, mask=is_there, other=0.0)
-    if tl.load(is_penalised_ptr + row) != 0:
-        slot = tl.load(rows_ptr + row).to(tl.int64)
-        repetition = tl.load(repetition_ptr + slot)
-        count = tl.load(counts_ptr + place, mask=is_there, other=0)
-        factor = tl.where(x > 0.0, tl.math.div_rn(1.0, repetition), repetition)
-        x = tl.where(count > 0, x * factor, x)
-        num_drawn = count >> 1
-        x -= tl.load(frequency_ptr + slot) * num_drawn.to(tl.float32)
-        x -= tl.load(presence_ptr + slot) * (num_drawn > 0).to(tl.float32)
-    tl.store(changed_ptr + place, x, mask=is_there)
+    is_penalised = tl.load(is_penalised_ptr + row) != 0
+    slot = tl.load(rows_ptr + row).to(tl.int64)
+    repetition = tl.load(repetition_ptr + slot)
+    frequency, presence = tl.load(frequency_ptr + slot), tl.load(presence_ptr + slot)
+    for begin in range(tl.program_id(1) * BLOCK, VOCAB, tl.num_programs(1) * BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        is_there, place = token < VOCAB, row.to(tl.int64) * VOCAB + token
+        x = tl.load(logits_ptr + place, mask=is_there, other=0.0)
+        if is_penalised:
+            count = tl.load(counts_ptr + place, mask=is_there, other=0)
+            factor = tl.where(x > 0.0, tl.math.div_rn(1.0, repetition), repetition)
+            x = tl.where(count > 0, x * factor, x)
+            num_drawn = count >> 1
+            x -= frequency * num_drawn.to(tl.float32)
+            x -= presence * (num_drawn > 0).to(tl.float32)
+        tl.store(changed_ptr + place, x, mask=is_there)
 
 
 @jit
@@ -239,7 +248,7 @@ class ShapedDraws:
         """Penalise and bias the rows that ask for it."""
         (num_rows, vocab_size), slots, at = logits_RV.shape, self._slots, self._inputs
         table, context = slots.page_table_SB, slots.page_table_SB.shape[1] * self._page_size
-        blocks = (num_rows, ceil_div(vocab_size, _BLOCK))
+        blocks = (num_rows, min(_ROW_PROGRAMS, ceil_div(vocab_size, _BLOCK)))
         penalties = [slots.param(name) for name in _PENALTIES]
         _clear_kernel[blocks](counts_RV, self._is_penalised_R, vocab_size, BLOCK=_BLOCK)
         _count_kernel[(num_rows, min(_HISTORY_PROGRAMS, ceil_div(context, _BLOCK)))](

@@ -7,7 +7,6 @@ them, so it is recorded after that; it is a dozen launches, and recorded in mill
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
 
 from dovetail.exec.cuda.graphs import no_collection
 from dovetail.exec.cuda.step import Forwarded, StepShape
@@ -22,15 +21,15 @@ class ShapedGraphs:
 
     def record(
         self,
-        draw: Callable[[Tensor], PlainDraws],
-        draw_alone: Callable[[Tensor], PlainDraws],
+        draw: Callable[[Forwarded], PlainDraws],
+        draw_alone: Callable[[Forwarded], PlainDraws],
         forwards: Mapping[StepShape, Forwarded],
         on_progress: Callable[[int, int], None],
     ) -> None:
-        """Record ``draw`` of the logits of each recorded forward.
+        """Record ``draw`` of what each recorded forward leaves.
 
         Args:
-            draw: see ``ShapedDraws.draw``.
+            draw: see ``CudaRunner.draw_shaped``.
             draw_alone: the same, run before it is recorded; its memory is the step's.
             forwards: what the recorded forwards leave, the largest first of each kind.
             on_progress: see ``CudaGraphs.record``.
@@ -38,13 +37,13 @@ class ShapedGraphs:
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
         with no_collection():
             for shape, forwarded in forwards.items():
-                draw_alone(forwarded.logits_RV)  # compiles
+                draw_alone(forwarded)  # compiles
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(
                     graph, pool=pool, stream=stream, capture_error_mode="thread_local"
                 ):
-                    draws = draw(forwarded.logits_RV)
+                    draws = draw(forwarded)
                 self._graphs[shape] = graph, draws
                 on_progress(len(self._graphs), len(forwards))
 
