@@ -131,10 +131,8 @@ class CompletionChoices:
 
     def part(self, key: tuple[int, int], request: Request, event: StreamEvent) -> dict[str, Any]:
         """Return what is new."""
-        # A choice begins with its first token, and with it come a prompt's logprobs.
-        says_text_alone = key in self._columns and not self._with_logprobs
-        news = event.text if says_text_alone else event.token_ids
-        if not news and event.finish_reason is None:
+        adds_nothing = not event.text and not self._with_logprobs
+        if key in self._columns and adds_nothing and event.finish_reason is None:
             return {}
         prompt = event.prompt_scores
         echoed = (
