@@ -162,8 +162,6 @@ class PacketWriter:
                 column = getattr(rows, name)
                 if last is None or column is not getattr(last, name):
                     tables.append((table, (column,)))
-        if plan.is_rows_alone:
-            return tables
         return tables + _changes(plan, copies)
 
 

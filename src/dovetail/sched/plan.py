@@ -314,18 +314,6 @@ class StepPlan:
             return len(self.rows)
         return int(self.rows.width.sum())
 
-    @property
-    def is_rows_alone(self) -> bool:
-        """True if the device needs to be told of nothing but rows, as in most decode steps."""
-        return (
-            self.token_ids is NO_IDS
-            and self.page_writes is NO_PAGES
-            and self.slot_writes is NO_SLOTS
-            and self.token_writes is NO_TOKENS
-            and self.targets is NO_IDS
-            and not self.readouts
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRows:
