@@ -145,9 +145,10 @@ class PacketWriter:
                 raise InvariantError(f"a plan has {length} words of {name}; at most {most} fit")
             header[head], header[head + 1] = begin, length
             end = begin + len(columns) * length
-            begin = -(-end // _ALIGN_WORDS) * _ALIGN_WORDS
+            num_padding = -end % _ALIGN_WORDS
             parts += columns
-            parts.append(_PADDING[begin - end])
+            parts.append(_PADDING[num_padding])
+            begin = end + num_padding
         parts[0] = self._header.pack(*header)
         words.data.cast("B")[: 4 * begin] = b"".join(parts)
         return begin

@@ -102,8 +102,8 @@ class DriverCalls:
     def _call_again(self, code: int, call: Any, *args: Any) -> int:
         """Give the thread the context if that is why a call was refused, and return its new code.
 
-        Apart from the calls themselves: each runs once a step, when its code has left the caches,
-        and then a function more costs as much as the driver does.
+        Apart from the calls themselves, which run once a step, when code has left the caches: then
+        each function on the way shows.
         """
         if code == NO_CONTEXT:
             _check(self._driver, self._driver.cuCtxSetCurrent(self._context))

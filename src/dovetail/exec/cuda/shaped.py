@@ -25,9 +25,8 @@ _HISTORY_PROGRAMS = 8
 """Programs that go through the tokens so far of one row."""
 
 _ROW_PROGRAMS = 16
-"""Programs that go through the logits of one row. Most find that it asks for nothing, so there had
-better be few: to start one for each block of 256 rows of a large vocabulary takes longer than the
-draw."""
+"""Programs that go through the logits of one row. Most find that it asks for nothing, and then to
+start them is all that they cost."""
 
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
