@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.exec.executor import Executor
 from dovetail.exec.sim import SimDevice
 from tests.explore import mutants
 from tests.explore.scenario import Model, check, explore, play, random_scenario
@@ -151,4 +152,11 @@ def test_mutant_is_caught(mutant, healthy, monkeypatch):
 def test_one_staging_block_is_enough(model_of, monkeypatch):
     """What makes ``staging_has_no_fence`` fail is the missing fence, not the short ring."""
     mutants.one_staging_block(monkeypatch)
-    explore(model_of("count"), range(6), depth=1)
+    num_blocks: set[int] = set()
+
+    def look(executor: Executor, *args: Any) -> None:
+        num_blocks.add(len(executor._staging._blocks))
+
+    mutants.before(monkeypatch, Executor, "_stage", look)
+    outputs = explore(model_of("count"), range(6), depth=1)  # checks them
+    assert num_blocks == {1} and len(outputs) > 20

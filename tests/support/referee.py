@@ -223,6 +223,7 @@ class Referee:
         self._columns: dict[Sequence, dict[str, list]] = defaultdict(dict)
         self._epoch = self.stepper.scheduler.epoch
         self.decided: dict[Sequence, FinishReason] = {}
+        self.asked: list[tuple[int, int, int]] = []  # read-outs, scores of prompts, of samples
         self._num_drawn: Counter[Sequence] = Counter()
 
     def plan(self) -> StepPlan | None:
@@ -280,6 +281,8 @@ class Referee:
             for s in plan.scores
             if s.is_prompt
         )
+        of_prompts = sum(score.is_prompt for score in plan.scores)
+        self.asked.append((len(plan.readouts), of_prompts, len(plan.scores) - of_prompts))
         room = config.max_payload_bytes - sample_score_bytes(config.max_running)
         assert can_wait <= room, "more read-outs and prompt scores than the payload holds"
         assert payload_layout(plan, COLUMNS).num_bytes <= config.max_payload_bytes

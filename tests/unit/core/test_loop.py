@@ -202,6 +202,8 @@ def test_a_request_that_will_never_have_room_is_refused_for_good():
 
 
 def test_without_a_limit_all_are_taken():
-    outbox = Outbox()
+    outbox, news = Outbox(), []
     for request_id in range(10_000):
-        outbox.open(request_id, nobody)
+        outbox.open(request_id, news.extend)
+    outbox.put([ended(request_id) for request_id in range(10_000)])
+    assert [event.request_id for event in news] == list(range(10_000))

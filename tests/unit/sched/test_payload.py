@@ -23,13 +23,18 @@ def test_readouts_leave_room_for_the_scores_of_those_that_run(depth):
         for i in range(4)
     ]
     long = [Job(prompt=(9, 5, i), sampling=plain(36), logprobs=TOP) for i in range(2)]
-    run_workload(
+    referee = run_workload(
         Workload(
             config={"depth": depth, "page_size": 4, "num_pages": 99, "max_running": 6}
             | {"context_len": CONTEXT_LEN, "chunk_size": 60, "prefix_cache": True},
             jobs=(*long, *short),
         )
     )
+    # That it fits is looked at for each plan; here, that there was something to look at.
+    read_beside = [sampled for num_readouts, _, sampled in referee.asked if num_readouts]
+    assert read_beside == [2] * len(read_beside)
+    num_readouts = sum(num for num, _, _ in referee.asked)
+    assert num_readouts > 2 * len(short), "prompts and the rest would have fitted whole"
 
 
 @pytest.mark.parametrize("num_prompts", range(1, 6))
@@ -42,8 +47,9 @@ def test_prompt_scores_leave_room_for_the_samples_of_their_step(num_prompts):
         Job(prompt=(i, *PROMPT), sampling=plain(6), logprobs=scored if i % 2 else TOP)
         for i in range(num_prompts)
     ]
+    num_scored, num_parts = sum(job.logprobs is scored for job in jobs), []
     for spare in range(0, 500, 52):
-        run_workload(
+        referee = run_workload(
             Workload(
                 config={"depth": 1, "page_size": 4, "num_pages": 100, "max_running": 6}
                 | {"context_len": CONTEXT_LEN, "chunk_size": 60, "prefix_cache": True}
@@ -55,3 +61,8 @@ def test_prompt_scores_leave_room_for_the_samples_of_their_step(num_prompts):
                 jobs=tuple(jobs),
             )
         )
+        num_parts.append(sum(of_prompts for _, of_prompts, _ in referee.asked))
+        assert sum(sampled for _, _, sampled in referee.asked) == 6 * num_prompts
+    # With nothing to spare in the most parts; whoever is not scored has none.
+    assert num_parts[0] == max(num_parts) and min(num_parts) >= num_scored
+    assert (num_parts[0] > num_scored) == (num_scored > 0)
