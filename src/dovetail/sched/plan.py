@@ -237,7 +237,8 @@ class TokenScores:
     mask_logprobs: NDArray[np.float32] = field(default_factory=_no_logprobs)
 
 
-# Most plans change nothing. These are frozen, so plans can share them, and show it by that.
+# Most plans change nothing. These are frozen, so plans share them, and whoever asks whether a plan
+# changes something asks whether it has another.
 NO_IDS, _NO_FLOATS = _no_ids(), _no_logprobs()
 NO_PAGES = PageWrites(group=NO_IDS, slot=NO_IDS, index=NO_IDS, page=NO_IDS, is_fresh=NO_IDS)
 NO_SLOTS = SlotWrites(
