@@ -83,7 +83,10 @@ class Mutant:
 MUTANTS = {
     "one_staging_block": Mutant(mutants.one_staging_block, ""),
     "staging_has_no_fence": Mutant(
-        gpu_mutants.staging_has_no_fence, f"{TOKENS}|{READOUT}|{JUNK_RESULT}", f"{FAULT}|{ENDED}"
+        # A step that runs on another's packet may reach outside its memory: a catch too.
+        gpu_mutants.staging_has_no_fence,
+        f"{TOKENS}|{READOUT}|{JUNK_RESULT}|{FAULT}",
+        ENDED,
     ),
     "staged_late": Mutant(mutants.staged_late, "ValueError: .*read-only"),
     "staged_late_unfrozen": Mutant(mutants.staged_late_unfrozen, TOKENS, READOUT),

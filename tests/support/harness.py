@@ -17,9 +17,9 @@ from dovetail.models.decoder import DecoderLM
 from dovetail.models.registry import build_model
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.weights.load import load_weights
-from tests.support.stepper import MAX_STEPS, Output, Stepper
+from tests.support.stepper import Output, Stepper
 
-__all__ = ["MAX_STEPS", "Harness", "Output", "load_model", "load_tokenizer", "make_config"]
+__all__ = ["Harness", "Output", "load_model", "load_tokenizer", "make_config"]
 
 
 @lru_cache(maxsize=16)

@@ -32,6 +32,7 @@ from dovetail.wire.validate import (
 )
 
 MAX_STEPS = 4_000
+"""After the newest request was added."""
 
 
 @dataclass
@@ -101,6 +102,7 @@ class Stepper:
         self.samples: dict[int, list[Output]] = {}
         self.on_step: Callable[[int], None] | None = None
         self.num_steps = 0
+        self.step_of_newest = 0
         self.num_forwarded = 0
         self._plan = self.scheduler.plan
         self.scheduler.plan = self._counted_plan  # type: ignore[method-assign]
@@ -153,6 +155,7 @@ class Stepper:
             if event.captured:
                 output.add_captured(event.captured)
 
+        self.step_of_newest = self.num_steps
         self.outbox.open(request_id, deliver, num_samples=params.n)
         self.inbox.put(
             Admit(
@@ -205,7 +208,7 @@ class Stepper:
 
     def step(self) -> None:
         """Do one turn of the loop and check the ledger."""
-        assert self.num_steps < MAX_STEPS, "the engine makes no progress"
+        assert self.num_steps - self.step_of_newest < MAX_STEPS, "the engine makes no progress"
         self.loop.step()
         self.ledger.check()
         self.num_steps += 1
