@@ -8,6 +8,7 @@ moments, into b when all rows decode, into c from its beginning on.
 
 import argparse
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -77,7 +78,13 @@ def _bucket(number: int, size: int) -> str:
 
 
 def kernels_during(seconds: float) -> dict[str, object]:
-    """Return the kernels of the next seconds, and the share of time in which none ran."""
+    """Return the kernels of the next seconds, and the share of time in which none ran.
+
+    Nothing is seen of graphs that were launched before: take seconds for several steps.
+
+    Raises:
+        RuntimeError: the GPU was seen to do next to nothing, which no work here lets it.
+    """
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         time.sleep(seconds)
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
@@ -94,6 +101,8 @@ def kernels_during(seconds: float) -> dict[str, object]:
         busy += max(0, stop - max(begin, end))
         end = max(end, stop)
     window = (spans[-1][1] - spans[0][0]) if spans else 1
+    if busy < window / 10:
+        raise RuntimeError(f"{seconds:g} s were too short to see a step: say --window")
     table = [
         {"kernel": name, "share": round(ns / window, 4), "calls": counts[name],
          "us_a_call": round(ns / 1e3 / counts[name], 2)}
@@ -165,7 +174,7 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", default=["b", "c", "a"], choices=list("abc"))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), help="of b")
     parser.add_argument("--at", nargs="+", type=float, default=[3.0, 8.0], help="seconds of a")
-    parser.add_argument("--window", type=float, default=0.15, help="seconds of a look (0.15)")
+    parser.add_argument("--window", type=float, default=0.4, help="seconds of a look (0.4)")
     parser.add_argument("--max-running", type=int, default=512)
     parser.add_argument("--kv-memory", default="60GiB")
     parser.add_argument("--chunk-size", type=int, default=8192)
@@ -176,10 +185,13 @@ def main() -> None:
         max_running=args.max_running, kv_memory=args.kv_memory, context_len=4352,
         chunk_size=args.chunk_size,
     )  # fmt: skip
-    about = describe_run(["-m", "benchmarks.gpu_profile", args.shape], "triton", gpu=gpu_facts())
+    command = ["-m", "benchmarks.gpu_profile", *sys.argv[1:]]
+    about = describe_run(command, "triton", gpu=gpu_facts())
     about |= {"device": torch.cuda.get_device_name(), "shape": args.shape}
     with engine:
         engine.generate([[5] * 40], params(4))  # compiles what is left
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True):
+            engine.generate([[5] * 40], params(4))  # the first profile of a process sees no graph
         for line in lines_of(engine, args):
             print(json.dumps(line, indent=1), flush=True)
             if args.out:

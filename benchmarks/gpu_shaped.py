@@ -40,7 +40,11 @@ PROMPT_LEN, RUNS = 128, 3
 
 
 def step_ms(engine: SteppedEngine, num_rows: int, num_steps: int, kind: dict[str, Any]) -> float:
-    """Return the time of a step in which all rows decode."""
+    """Return the time of a step in which all rows decode.
+
+    Raises:
+        RuntimeError: some rows ended meanwhile: the first began long before the last.
+    """
     engine.fill(num_rows, PROMPT_LEN, max_new_tokens=(RUNS + 1) * num_steps, **kind)
     found = []
     for _ in range(RUNS):
@@ -50,6 +54,8 @@ def step_ms(engine: SteppedEngine, num_rows: int, num_steps: int, kind: dict[str
             engine.loop.step()
         torch.cuda.synchronize()
         found.append((time.perf_counter() - started) / num_steps * 1e3)
+    if engine.scheduler.num_running < num_rows:
+        raise RuntimeError(f"only {engine.scheduler.num_running} of {num_rows} rows are left")
     engine.finish()
     return min(found)
 
