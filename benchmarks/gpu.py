@@ -97,9 +97,11 @@ def step_ms(engine: Engine, batch: int, repeats: int) -> float:
 
 
 def distinct_experts(engine: Engine, prompts: list[list[int]]) -> float:
-    """Return how many experts of a layer a decode step of these prompts read, on average.
+    """Return how many experts of a layer so many rows of decode choose, on average.
 
-    Over the layers, and over the steps behind the first token; from a short run of its own.
+    Over the layers, and over some tokens behind the first; from a short run of its own. Tokens of
+    the same index stand for a step. In work b they are of one, or of steps few apart; in work a
+    prompts begin at different steps, and what tokens choose does not depend on that.
     """
     outs = engine.generate(prompts, params(NUM_SEEN + 1), capture=("experts",))
     ids_RTLK = np.stack([out.routes.ids[-NUM_SEEN:] for out in outs if out.routes is not None])
@@ -240,10 +242,10 @@ def main() -> None:
     about: dict[str, object] = {"start_s": round(time.perf_counter() - started, 2)}
     about |= {"max_running": args.max_running, "capture": list(engine.config.capture)}
     about |= {"pool": engine.config.reasons["num_pages"]}
-    command = [args.shape, "--works", *args.works, "--repeats", str(args.repeats)]
-    command += ["--runs", str(args.runs)]
+    about |= {"chunk_size": engine.config.chunk_size}
     with engine:
-        about |= describe_run(["-m", "benchmarks.gpu", *command], "triton", gpu=gpu_facts())
+        command = ["-m", "benchmarks.gpu", *sys.argv[1:]]
+        about |= describe_run(command, "triton", gpu=gpu_facts())
         torch.cuda.empty_cache()
         lines = Lines(args.shape, about, args.out)
         works = Works(engine, repeats=args.repeats, runs=args.runs, batches=args.batches)

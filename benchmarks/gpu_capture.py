@@ -342,6 +342,8 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=37_500, help="of 16 tokens, shared (37,500)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if min(args.repeats_a, args.repeats_b) < 2:
+        parser.error("--repeats-a and --repeats-b: at least 2, or there is no interval")
     about = describe_run(["-m", "benchmarks.gpu_capture", *sys.argv[1:]], "triton", gpu=gpu_facts())
     about |= {"device": torch.cuda.get_device_name()}
     for line in snapshot() if args.snapshot else costs(args):

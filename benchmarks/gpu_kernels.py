@@ -144,7 +144,7 @@ def decode_cases(kernels: Kernels, name: str, shape: Shape) -> Iterator[Case]:
         pool = (copies * batch * pages * PAGE_SIZE, shape.kv_heads, shape.head_dim)
         k_cache, v_cache = randn(*pool), randn(*pool)
         order = torch.randperm(copies * batch * pages, device=DEVICE)
-        page_table = order.view(copies * batch, pages)
+        page_table = order.view(copies * batch, pages).int()
         q = randn(batch, shape.heads, shape.head_dim)
         works = []
         for copy in range(copies):
@@ -185,7 +185,7 @@ def chunk_cases(kernels: Kernels, name: str, shape: Shape) -> Iterator[Case]:
         pool = (total, shape.kv_heads, shape.head_dim)
         k_cache, v_cache = randn(*pool), randn(*pool)
         q = randn(batch, shape.heads, shape.head_dim)
-        page_table = torch.randperm(total // PAGE_SIZE, device=DEVICE)[None]
+        page_table = torch.randperm(total // PAGE_SIZE, device=DEVICE)[None].int()
         tiles = [(0, i, max_tokens, prefix + i + max_tokens) for i in range(0, batch, max_tokens)]
         queries = QueryTiles(torch.tensor(tiles, dtype=torch.int32, device=DEVICE), max_tokens)
         items = kernels.split_keys(queries, **_numbers(shape))
@@ -275,9 +275,9 @@ def expert_cases(kernels: Kernels, name: str, shape: Shape) -> Iterator[Case]:
 
 
 def sample_cases(kernels: Kernels, name: str) -> Iterator[Case]:
-    """Draws from the whole vocabulary."""
+    """Draws from the whole vocabulary, of float32: so the last layer leaves its logits."""
     for batch in DECODE:
-        logits = randn(batch, VOCAB)
+        logits = randn(batch, VOCAB).float()
         index = torch.arange(batch, device=DEVICE)
         temperature = torch.full((batch,), 0.6, device=DEVICE)
 
@@ -288,7 +288,7 @@ def sample_cases(kernels: Kernels, name: str) -> Iterator[Case]:
             )  # fmt: skip
 
         def torchs(_: int, logits=logits, temperature=temperature) -> object:
-            scores = logits.float() / temperature[:, None]
+            scores = logits / temperature[:, None]
             shares = scores.softmax(-1)
             ids = shares.div(torch.empty_like(shares).exponential_()).argmax(-1)
             return shares.gather(1, ids[:, None]).log()

@@ -33,6 +33,9 @@ SETTLED = 16
 C_SECONDS = 2.0
 """More than work c takes."""
 
+LONGEST_PREFILL_S = 60.0
+"""More than the prompts of work b take."""
+
 
 class StepLog:
     """What was committed when."""
@@ -50,8 +53,15 @@ class StepLog:
         scheduler.commit = logged
 
     def wait_for_decode(self) -> None:
-        """Return when the newest steps were decode steps alone."""
+        """Return when the newest steps were decode steps alone.
+
+        Raises:
+            TimeoutError: they never were.
+        """
+        deadline = time.monotonic() + LONGEST_PREFILL_S
         while len(self.steps) < SETTLED or any(tokens for _, _, tokens in self.steps[-SETTLED:]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {SETTLED} decode steps in a row came")
             time.sleep(1e-3)
 
     def summary(self) -> list[dict[str, object]]:

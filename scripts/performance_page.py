@@ -71,7 +71,7 @@ def _summary(lines: list[Line]) -> str:
     distinct = [line for line in lines if "distinct_experts" in line]
     if distinct:
         counts = ", ".join(f"{one['distinct_experts']:.1f} at {one['batch']}" for one in distinct)
-        text += f"Experts of a layer that a step read, on average: {counts}. "
+        text += f"Experts of a layer that so many rows choose, on average: {counts}. "
     copies = [line["rates"]["copy_GB_per_s"] / 1000 for line in lines]
     products = [line["rates"]["gemm_TFLOP_per_s"] for line in lines]
     return text + (

@@ -6,6 +6,7 @@ that was computed again and written over, is a stranger's, is shifted, or was ne
 Each rule is switched off once, and that must be noticed.
 """
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -23,6 +24,7 @@ from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimDevice
 from dovetail.sched import captured as captured_module
 from dovetail.sched.captured import CapturedColumns
+from dovetail.sched.plan import PageWrites, Rows, SlotWrites, StepPlan, TokenWrites
 from dovetail.sched.scheduler import Scheduler
 from dovetail.wire.request import CaptureParams
 from tests.support.stamps import DIGIT, LAYERS, MAX_POSITION, stamp_of, stepper_of
@@ -394,3 +396,23 @@ def test_poison_that_is_switched_off_is_noticed(device, fault, mutate, monkeypat
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
         check_faulty_traffic(device())
+
+
+@EACH_DEVICE
+def test_pages_are_poisoned_in_a_step_without_rows(device):
+    """As when a newcomer's pages are told beside read-outs that leave no room for its rows."""
+    stepper = stepper_of(device())
+    executor, sidecar = stepper.executor, stepper.executor._runner._kv.sidecars["experts"]
+    sidecar.rows.fill_(7)
+    none = {"token_ids": np.zeros(0, "i4")}
+    for name, table in (("rows", Rows), ("slot_writes", SlotWrites), ("token_writes", TokenWrites)):
+        dtypes = {"seed": "i8", "value": "f4"}
+        none[name] = table(
+            **{f.name: np.zeros(0, dtypes.get(f.name, "i4")) for f in dataclasses.fields(table)}
+        )
+    page = {"group": 0, "slot": 0, "index": 0, "page": 3, "is_fresh": 1}
+    writes = PageWrites(**{name: np.array([value], "i4") for name, value in page.items()})
+    executor.submit(StepPlan(step_id=0, epoch=0, page_writes=writes, **none)).result()
+    is_poison = (sidecar.rows == sidecar.spec.poison).flatten(1).all(1).tolist()
+    assert is_poison == [12 <= slot < 16 for slot in range(len(is_poison))]
+    executor.close()

@@ -26,7 +26,7 @@ from dovetail.config.hub import HUB_INSTALL
 from dovetail.config.moe_backend import DEFAULT_MOE_BACKEND
 from dovetail.config.schema import DeviceName, MoeBackend
 from dovetail.core.engine import Engine
-from dovetail.exec.cuda.driver import tagged_memory
+from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.gpu import find_gpu
 from dovetail.exec.memory import TaggedMemory
 from dovetail.kernels.choices import kernel_choices, optional_backends
@@ -94,8 +94,11 @@ def examine() -> Iterator[Finding]:
     gpu = find_gpu()
     yield _kernels(gpu)
     yield from _optional_backends(gpu)
-    yield _pinned_memory(has_cuda=torch.cuda.is_available())
-    yield _mapped_memory(None if gpu is None else tagged_memory(torch.device("cuda", 0)))
+    device = None if gpu is None else CudaDevice()
+    yield _pinned_memory(device)
+    yield _mapped_memory(None if device is None else device.memory)
+    if device is not None:
+        device.close()
     for name in OPTIONAL:
         yield _optional(name)
     yield _embedded_model("embedded model", partial(_golden_run, "cpu"))
@@ -212,17 +215,17 @@ def _mapped_memory(memory: TaggedMemory | None) -> Finding:
     )
 
 
-def _pinned_memory(*, has_cuda: bool) -> Finding:
+def _pinned_memory(device: CudaDevice | None) -> Finding:
+    """Whether copies between host and GPU can go beside everything else."""
     what = "pinned memory"
-    if not has_cuda:
+    if device is None:
         return Finding(what=what, verdict="ok", detail="not needed: the device is the host")
-    try:
-        torch.empty(4096, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
+    device.host_block(4096)
+    if device.num_unpinned:
         return Finding(
             what=what,
             verdict="missing",
-            detail=f"cannot be had ({str(error).splitlines()[0]}); copies then wait",
+            detail="cannot be had; copies then wait, and Python with them",
             fix="raise the limit of locked memory (ulimit -l)",
         )
     return Finding(what=what, verdict="ok", detail="can be had")

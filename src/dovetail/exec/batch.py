@@ -38,16 +38,16 @@ class StepInputs:
     def __init__(self, max_rows: int) -> None:
         self._rows = np.zeros((len(ROW_COLUMNS), max_rows), dtype=np.int64)
 
-    def update(self, packet: PacketView) -> "StepRows":
+    def update(self, packet: PacketView) -> "BatchRows":
         """Return the rows of ``packet``; columns that it does not send are the last ones."""
         for row, name in zip(self._rows, ROW_COLUMNS, strict=True):
             sent = packet.fields[f"rows.{name}"]
             row[: len(sent)] = sent
-        return StepRows(*self._rows[:, : packet.num_rows])
+        return BatchRows(*self._rows[:, : packet.num_rows])
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class BatchRows:
     """The plan's rows on the device; int64 [R] each, see ``sched.plan.Rows``."""
 
     slot: Ints
@@ -63,7 +63,7 @@ class DeviceBatch:
     """Everything one forward reads.
 
     Attributes:
-        rows: see ``StepRows``.
+        rows: see ``BatchRows``.
         token_ids_T, positions_T, kv_slots_T: int64.
         attention: the work list.
         first_token_R: int64, index of each row's first token within the step.
@@ -71,7 +71,7 @@ class DeviceBatch:
         last_token_R: int64, index of each row's last token within the step.
     """
 
-    rows: StepRows
+    rows: BatchRows
     token_ids_T: Tensor
     positions_T: Tensor
     kv_slots_T: Tensor

@@ -4,8 +4,9 @@ Owns the rule that *all* device work is submitted to a lane, as a function or as
 lane is an ordered queue of work, lanes are ordered among each other only by events. Must
 not know what the work does.
 
-Three devices exist: ``CpuDevice`` runs work at once, ``ThreadedCpuDevice`` on a
-thread a lane, and ``exec.sim.SimDevice`` in any order that lanes and events allow.
+Four devices exist: ``CpuDevice`` runs work at once, ``ThreadedCpuDevice`` on a thread
+a lane, ``exec.sim.SimDevice`` in any order that lanes and events allow, and
+``exec.cuda.device.CudaDevice`` on two streams of a GPU.
 """
 
 import queue

@@ -93,10 +93,10 @@ class StepRunner:
     ) -> None:
         """Forward the packet's rows, draw, and pack what leaves the step."""
         batch = unpack(packet, self._state, self._inputs, page_size=self._config.page_size)
-        if packet.num_rows == 0:
-            return  # read-outs alone
         fields = packet.fields
         self._kv.poison(fields["pages.page"][fields["pages.is_fresh"] == 1])
+        if packet.num_rows == 0:
+            return  # read-outs alone
         self._rows.begin(len(batch.kv_slots_T))
         hidden_TM = self._model.hidden(
             ForwardContext(

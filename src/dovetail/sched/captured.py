@@ -24,7 +24,7 @@ from dovetail.wire.tensor import TensorEnvelope
 ROOM_BYTES = 2**22
 """Room that a column is given with its first rows, if there can be so many."""
 
-Rows = Mapping[str, NDArray[np.generic]]
+ColumnRows = Mapping[str, NDArray[np.generic]]
 
 
 class CapturedColumns:
@@ -87,7 +87,7 @@ class CapturedColumns:
 
     # -- what is read --------------------------------------------------------------------
 
-    def append(self, start: int, rows: Rows, *, end: int) -> None:
+    def append(self, start: int, rows: ColumnRows, *, end: int) -> None:
         """Take the rows of a read-out that began at ``start``, those of positions before ``end``.
 
         Raises:

@@ -19,7 +19,7 @@ from dovetail.errors import InvariantError
 from dovetail.sched.admission import LengthEstimate, PrefixHolds
 from dovetail.sched.arrivals import Arrivals
 from dovetail.sched.builder import PlanBuilder
-from dovetail.sched.captured import Rows
+from dovetail.sched.captured import ColumnRows
 from dovetail.sched.events import last_event_of, news_of, news_of_step
 from dovetail.sched.finish import LENGTH, aborted, failure_of, finish_after
 from dovetail.sched.open import OpenRequests
@@ -397,7 +397,7 @@ class Scheduler:
             return self._settle(sequence)
         return [news_of(sequence)] if samples and sequence.request.is_streamed else []
 
-    def _commit_readout(self, sequence: Sequence, start: int, rows: Rows) -> list[TokenEvent]:
+    def _commit_readout(self, sequence: Sequence, start: int, rows: ColumnRows) -> list[TokenEvent]:
         """Record rows. One that nobody wrote ends its request, however well that has gone."""
         if sequence.captured is None:
             return self._settle(sequence)

@@ -1,6 +1,8 @@
 """``dovetail doctor``: what it finds has a fix, and its exit code says whether the engine runs."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +97,15 @@ def test_memory_that_cannot_be_mapped_says_what_to_do() -> None:
     finding = doctor._mapped_memory(plain)
     assert finding.verdict == "missing" and "dovetail[gpu]" in finding.fix
     assert "cuda-bindings is not installed" in finding.detail and not finding.blocks
+
+
+@pytest.mark.parametrize(("num_unpinned", "verdict"), [(0, "ok"), (1, "missing")])
+def test_memory_is_pinned_as_the_engine_does_it(num_unpinned: int, verdict: str) -> None:
+    assert doctor._pinned_memory(None).verdict == "ok"
+    asked: list[int] = []
+    device: Any = SimpleNamespace(host_block=asked.append, num_unpinned=num_unpinned)
+    finding = doctor._pinned_memory(device)
+    assert asked == [4096] and finding.verdict == verdict and not finding.blocks
 
 
 def test_kernels_are_named_by_operation() -> None:

@@ -24,7 +24,7 @@ _WITHOUT_TIMES = 2
 
 
 class DriverCalls:
-    """Calls for one GPU. All threads; none waits for the GPU.
+    """Calls for one GPU. All threads; none waits for it but copies of memory that is not pinned.
 
     Streams, events and addresses are integers. All raise DeviceError if the GPU has failed.
 
@@ -117,7 +117,8 @@ def driver_calls(device: torch.device) -> DriverCalls:
     """Return the calls for a GPU.
 
     They keep Python's lock: all they do is queue something, and whoever gives the lock away for
-    that may wait milliseconds for its return.
+    that may wait milliseconds for its return. Where memory cannot be pinned, copies of it keep the
+    lock until they are done.
     """
     driver, context = ctypes.PyDLL("libcuda.so.1"), ctypes.c_void_p()  # there wherever a GPU is
     with torch.cuda.device(device):

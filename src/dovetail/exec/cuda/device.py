@@ -21,7 +21,9 @@ from dovetail.exec.device import WAIT_SECONDS, Event, Lane
 from dovetail.exec.memory import TaggedMemory
 
 _FAULTS = (torch.AcceleratorError, torch.OutOfMemoryError)
-"""What a launch raises when the GPU has failed or is full."""
+_FAULT_WORDS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
+"""What a launch raises when the GPU has failed or is full. Triton and what calls cuBLAS have no
+class of error for it, only words at its beginning."""
 
 
 class CudaEvent:
@@ -95,11 +97,13 @@ class CudaLane:
             else:
                 with torch.cuda.stream(self.stream):
                     fn(*args)
-        except _FAULTS as error:
+        except RuntimeError as error:
+            if not isinstance(error, _FAULTS) and not str(error).startswith(_FAULT_WORDS):
+                raise
             raise DeviceError(f"work on lane {self.name} failed: {error}") from error
 
     def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
-        """See ``Lane``. From memory that is not pinned the thread waits until it has been read.
+        """See ``Lane``. From memory that is not pinned all of Python waits until it has been read.
 
         Raises:
             DeviceError: the GPU failed.
@@ -107,7 +111,7 @@ class CudaLane:
         self._calls.upload(host.data_ptr(), device.data_ptr(), num_bytes, self._handle)
 
     def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
-        """See ``Lane``. To memory that is not pinned the thread waits for the copy.
+        """See ``Lane``. To memory that is not pinned all of Python waits for the copy.
 
         Raises:
             DeviceError: the GPU failed.
@@ -152,7 +156,7 @@ class CudaDevice:
 
     Attributes:
         num_unpinned: host blocks that could not be pinned. Copies from and to them are right, but
-            the submitting thread waits for them.
+            all of Python waits for them. ``doctor`` tells whether that is so here.
     """
 
     def __init__(self, index: int = 0) -> None:

@@ -63,7 +63,7 @@ def memory_use(
             shaped_graphs = ShapedGraphs()
             device.compute.submit(shaped_graphs.record, *draws, lambda done, total: None)
         torch.cuda.synchronize(device.torch_device)
-    except DeviceError as error:
+    except (DeviceError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             "memory_fraction",
             f"cannot be kept: the largest step ({config.max_step_tokens} tokens, "

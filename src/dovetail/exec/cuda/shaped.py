@@ -33,7 +33,7 @@ _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 @jit(do_not_specialize=["num_rows"])
 def _settings_kernel(
-    rows_ptr, temperature_ptr, slot_top_k_ptr, slot_top_p_ptr, slot_min_p_ptr, slot_kind_ptr,
+    rows_ptr, slot_top_k_ptr, slot_top_p_ptr, slot_min_p_ptr, slot_kind_ptr,
     repetition_ptr, frequency_ptr, presence_ptr, num_biases_ptr,
     top_k_ptr, top_p_ptr, min_p_ptr, kind_ptr, is_penalised_ptr, is_changed_ptr, rows_stride,
     num_rows, BLOCK: tl.constexpr,
@@ -237,8 +237,8 @@ class ShapedDraws:
     def _read_settings(self, num_rows: int) -> None:
         param, rows = self._slots.param, self._inputs.rows_6R
         _settings_kernel[(1,)](
-            rows, self._inputs.temperature_R, param("top_k"), param("top_p"), param("min_p"),
-            param("logprob_kind"), *(param(name) for name in _PENALTIES), param("num_biases"),
+            rows, param("top_k"), param("top_p"), param("min_p"), param("logprob_kind"),
+            *(param(name) for name in _PENALTIES), param("num_biases"),
             self._top_k_R, self._top_p_R, self._min_p_R, self._kind_R, self._is_penalised_R,
             self._is_changed_R, rows.stride(0), num_rows, BLOCK=power_of_two(rows.shape[1]),
         )  # fmt: skip

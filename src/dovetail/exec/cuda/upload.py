@@ -17,7 +17,7 @@ SLOT_BYTES = 2**26
 NUM_SLOTS = 3
 
 
-class _Slot:
+class _Piece:
     def __init__(self, block: Tensor) -> None:
         self.block = block
         self.sent = torch.cuda.Event()  # an event that was never recorded has happened
@@ -34,7 +34,7 @@ def staged_copies(
         slot_bytes: of one slice, if a row of a tensor is not larger.
         num_slots: slices that may be on their way, and one that is read.
     """
-    slots = [_Slot(device.host_block(slot_bytes)) for _ in range(num_slots)]
+    slots = [_Piece(device.host_block(slot_bytes)) for _ in range(num_slots)]
     turn = 0
 
     def send(target: Tensor, source: Tensor) -> None:

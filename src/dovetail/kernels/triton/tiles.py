@@ -118,7 +118,10 @@ def power_of_two(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TileTable:
-    """The tiles of one device, by shape; the numbers are what ``benchmarks/tiles.py`` finds best.
+    """The tiles of one device, by shape.
+
+    Those of attention and of grouped experts are what ``benchmarks/tiles.py`` found best on an
+    H200; the others were chosen by hand.
 
     Attributes:
         num_processors: the streaming multiprocessors of the device.
