@@ -315,6 +315,20 @@ def test_a_failed_row_leaves_its_neighbours_alone():
             assert torch.equal(together[place], single[0])
 
 
+def test_equal_top_logprobs_are_in_the_order_of_their_ids():
+    """As the greedy draw takes the lowest id; of a logit there are two zeros."""
+    logits = (random_logits(8) * 2).round() / 2
+    logits[:, ::7], logits[:, 3::11] = 0.0, -0.0
+    logits[1, : V // 2] = -torch.inf
+    total = torch.logsumexp(logits, dim=-1)
+    for num_top in (1, 2, 5, V):
+        ids, values = api.top_logprobs(logits, total, num_top)
+        want = torch.sort(logits, dim=-1, descending=True, stable=True)
+        assert torch.equal(ids, want.indices[:, :num_top])
+        assert torch.equal(values, want.values[:, :num_top] - total[:, None])
+        assert torch.equal(ids[:, 0], api.sample_greedy(logits).ids_N)
+
+
 def test_top_logprobs_are_sorted_and_complete():
     logits = random_logits(3)
     total = torch.logsumexp(logits, dim=-1)

@@ -77,6 +77,8 @@ def test_streams_are_refused_with_a_status_too(small_server: Server) -> None:
         ("application/msgpack;q=1, application/json", True),
         ("application/msgpack, text/event-stream", False),
         ("application/msgpack, */*", False),
+        ("APPLICATION/MsgPack", True),
+        ("application/msgpack;q=0, application/json", False),
         ("application/json", False),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -124,7 +125,9 @@ def test_a_full_queue_says_when_to_come_again(locked: Server) -> None:
                 assert int(reply.headers["retry-after"]) >= 1
                 assert reply.json()["error"]["type"] == "rate_limit_error"
         chat = {"messages": [{"role": "user", "content": "Hi"}], "n": 2}
+        num_prompt_tokens = locked.metric("dovetail_prompt_tokens_total")
         assert locked.post("/v1/chat/completions", chat).status_code == 429
+        assert locked.metric("dovetail_prompt_tokens_total") == num_prompt_tokens
         wait_for(lambda: locked.metric("dovetail_waiting_sequences") == 1)
         assert not any(future.done() for future in futures)
         assert locked.http.get("/health").status_code == 200
@@ -243,6 +246,19 @@ def test_a_client_that_does_not_read_cannot_keep_it(server: Server) -> None:
             started = time.monotonic()
             assert mine.end() == 0
             assert time.monotonic() - started < END_S
+
+
+def test_a_client_that_stops_in_its_body_cannot_keep_it() -> None:
+    """And it is no failure of the server's: its log has nothing to say."""
+    with start_server("--num-pages", "512") as server:
+        url = httpx.URL(server.url)
+        with socket.create_connection((url.host, url.port or 0)) as sock:
+            sock.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.5)
+            started = time.monotonic()
+            assert server.end() == 0
+            assert time.monotonic() - started < END_S
+        assert server.log.read_text() == ""
 
 
 def test_a_second_interrupt_ends_it_at_once() -> None:

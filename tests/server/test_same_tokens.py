@@ -8,7 +8,7 @@ import pytest
 
 from dovetail import Engine, Generation, LogprobParams, SamplingParams
 from tests.support.compare import assert_logprobs
-from tests.support.server import Server, right
+from tests.support.server import Server, refused, right
 
 PROMPTS = ["KING HENRY\n", "ROMEO\nWhat is", "class Queue:\n"]
 PARAMS = {"max_new_tokens": 24, "temperature": 0.9, "top_p": 0.95, "sampling_seed": 11}
@@ -108,12 +108,13 @@ def test_native_batch_with_an_entry_an_item(server: Server, engine: Engine) -> N
     replies = server.generate(
         text=PROMPTS,
         sampling_params=params,
-        rid=["a", "b", "c"],
+        rid=["a", "b", None],
         return_logprob=[True, False, True],
         top_logprobs_num=[1, 0, None],
         logprob_start_len=[-1, -1, 0],
     )
-    assert [reply["meta_info"]["id"] for reply in replies] == ["a", "b", "c"]
+    *given_ids, made = (reply["meta_info"]["id"] for reply in replies)
+    assert given_ids == ["a", "b"] and made
     for reply, prompt, given in zip(replies[:2], PROMPTS, params, strict=False):
         [want] = engine.generate(prompt, SamplingParams(**given))
         assert reply["output_ids"] == list(want.token_ids)
@@ -181,7 +182,7 @@ def test_chat_stream_joins_to_the_whole(server: Server, n: int) -> None:
     """[SAME], B129: text, logprobs, finish and usage; the prompt counts once."""
     body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": n, **OPENAI}
     whole = right(server.post("/v1/chat/completions", body))
-    options = {"stream_options": {"include_usage": True}}
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": None}}
     *events, last = server.events("/v1/chat/completions", body | options)
     assert last["choices"] == [] and last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
     assert all(event["usage"] is None for event in events)
@@ -240,6 +241,15 @@ def test_completions_of_ids(server: Server, engine: Engine) -> None:
     assert [choice["text"] for choice in many["choices"]] == want
     one = right(server.post("/v1/completions", {"prompt": ids[0], **OPENAI}))
     assert [choice["text"] for choice in one["choices"]] == want[:1]
+
+
+def test_without_max_tokens_a_completion_ends_with_the_context(server: Server) -> None:
+    context_len = right(server.http.get("/v1/models"))["data"][0]["max_model_len"]
+    for room in (20, 16, 3, 1):
+        body = {"prompt": [7] * (context_len - room), "logit_bias": {"2": -100, "1": -100}}
+        usage = right(server.post("/v1/completions", body))["usage"]
+        assert usage["completion_tokens"] == min(room, 16)
+    assert refused(server.post("/v1/completions", {"prompt": [7] * context_len}), 400)
 
 
 def test_scoring_with_echo_and_no_token(server: Server) -> None:

@@ -128,7 +128,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "for --prompts: what a line leaves open")
     group.add_argument(
         "--max-new-tokens", default=_UNSET, type=int, metavar="N",
-        help="most tokens to generate (default: 128; GPU: up to 512)",
+        help="most tokens to generate (default: 128, less near the end of the context)",
     )  # fmt: skip
     group.add_argument(
         "--temperature", default=_UNSET, type=float, metavar="T",

@@ -18,6 +18,7 @@ from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason, Scores, TokenEvent, Usage
 
 Captured = dict[str, NDArray[np.generic]]
+TopPairs = tuple[tuple[tuple[int, float], ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class Generation:
             ascending; none for a draw that truncation cut nothing off.
         mask_logprobs: of each token among those.
         prompt_logprobs: of the prompt from ``logprob_start_len`` on, None for position 0;
-            empty if not asked for.
+            empty if not asked for, or if it ended before the prompt was scored.
         prompt_top_logprobs, prompt_id_logprobs: the same for prompt positions, from
             position 1 on at the earliest.
         weight_versions: weights version of the forward that sampled each token.
@@ -194,7 +195,7 @@ def _generation(request: Request, parts: list[StreamEvent]) -> Generation:
     assert last.finish_reason is not None and last.usage is not None
     scores = [part.scores for part in parts if part.scores is not None]
     [prompt] = [part.prompt_scores for part in parts if part.prompt_scores is not None] or [None]
-    starts_at_zero = request.logprobs.logprob_start_len == 0
+    prompt_logprobs, prompt_top, prompt_of_ids = prompt_columns(request, prompt)
     return Generation(
         prompt_token_ids=request.prompt_token_ids,
         sample_index=last.sample_index,
@@ -204,9 +205,9 @@ def _generation(request: Request, parts: list[StreamEvent]) -> Generation:
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
         top_logprobs=tuple(row for part in scores for row in top_pairs(part)),
         id_logprobs=tuple(row for part in scores for row in part.id_logprobs),
-        prompt_logprobs=(None,) * starts_at_zero + (prompt.logprobs if prompt else ()),
-        prompt_top_logprobs=top_pairs(prompt) if prompt else (),
-        prompt_id_logprobs=prompt.id_logprobs if prompt else (),
+        prompt_logprobs=prompt_logprobs,
+        prompt_top_logprobs=prompt_top,
+        prompt_id_logprobs=prompt_of_ids,
         weight_versions=tuple(chain.from_iterable(part.weight_versions for part in parts)),
         seed=request.seed,
         usage=last.usage,
@@ -223,7 +224,24 @@ def _joined(parts: list[Captured]) -> Captured:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def top_pairs(scores: Scores) -> tuple[tuple[tuple[int, float], ...], ...]:
+def prompt_columns(
+    request: Request, scores: Scores | None
+) -> tuple[tuple[float | None, ...], TopPairs, tuple[tuple[float, ...], ...]]:
+    """Return the prompt's logprobs, top pairs and logprobs of ids, as ``Generation`` has them.
+
+    All or none: who is aborted in its prompt has been scored up to some chunk, which says nothing.
+    """
+    start = request.logprobs.logprob_start_len
+    first: tuple[None, ...] = (None,) if start == 0 else ()
+    logprobs = first + (scores.logprobs if scores else ())
+    if start < 0 or len(logprobs) != len(request.prompt_token_ids) - start:
+        return (), (), ()
+    if scores is None:
+        return logprobs, (), ()
+    return logprobs, top_pairs(scores), scores.id_logprobs
+
+
+def top_pairs(scores: Scores) -> TopPairs:
     """Return the likeliest (id, logprob) of each position."""
     return tuple(
         tuple(zip(ids, values, strict=True))

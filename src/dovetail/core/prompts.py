@@ -8,7 +8,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from dovetail.errors import RequestError
 from dovetail.text.chat import ChatTemplate
@@ -171,9 +171,8 @@ class RequestMaker:
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping):
                 raise RequestError("messages", f"item {index} must be an object")
-        text = self._chat_template.render(
-            [dict(message) for message in messages], **(template_kwargs or {})
-        )
+        plain = [_with_text(index, message) for index, message in enumerate(messages)]
+        text = self._chat_template.render(plain, **(template_kwargs or {}))
         self._check_len("messages", text)
         # The template writes the special tokens itself, so none are added here.
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -187,6 +186,24 @@ class RequestMaker:
                 f"the prompt has {len(text)} characters, more than the context length of "
                 f"{context_len} tokens can hold; shorten it",
             )
+
+
+def _with_text(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with its text parts joined by newlines: templates expect a string."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts: list[str] = []
+    for place, part in enumerate(cast(list[Any], content)):
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise RequestError(
+                    f"messages[{index}].content[{place}]",
+                    'is no text part; this engine takes {"type": "text", "text": ...} alone',
+                )
+    return {**message, "content": "\n".join(texts)}
 
 
 def _made(name: str, makers: Sequence[Callable[[], Request]]) -> list[Request]:
@@ -212,5 +229,6 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     many = list(prompts)  # arrays of ids and generators become lists
     if not many:
         raise RequestError("prompts", "the list of prompts is empty")
-    is_one = all(not isinstance(item, (str, Sequence)) for item in many)
+    # Numbers and messages are parts of one prompt; texts, lists and arrays are prompts.
+    is_one = all(isinstance(item, Mapping) or not hasattr(item, "__len__") for item in many)
     return [many] if is_one else many  # type: ignore[list-item,return-value]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dovetail.core.generation import Generation, StreamEvent, top_pairs
+from dovetail.core.generation import Generation, StreamEvent, prompt_columns, top_pairs
 from dovetail.core.routes import RoutesAsked, routes_reply
 from dovetail.wire.request import LogprobParams, Request
 from dovetail.wire.result import FinishReason
@@ -144,12 +144,8 @@ class GrowingReply:
         # They come with the first token, or the end without one; rows may come before.
         are_there = bool(event.token_ids) or event.finish_reason is not None
         if start >= 0 and are_there and "input_token_logprobs" not in self._columns:
-            columns |= table.input(
-                self._request.prompt_token_ids,
-                (None,) * (start == 0) + (prompt.logprobs if prompt else ()),
-                top_pairs(prompt) if prompt else (),
-                prompt.id_logprobs if prompt else (),
-            )
+            prompt_token_ids = self._request.prompt_token_ids
+            columns |= table.input(prompt_token_ids, *prompt_columns(self._request, prompt))
         for name, rows in columns.items():
             _extend(self._columns.setdefault(name, bytearray()), rows)
 
@@ -232,10 +228,13 @@ class _Table:
         top: Iterable[Iterable[tuple[int, float]]],
         of_ids: Iterable[Iterable[float]],
     ) -> dict[str, list[Any]]:
-        """Return a row a prompt token from ``logprob_start_len`` on; position 0 has no logprob."""
+        """Return a row a prompt token from ``logprob_start_len`` on; position 0 has no logprob.
+
+        No row at all if ``logprobs`` is empty: the prompt was not scored to its end.
+        """
         start = self.asked.logprob_start_len
         token_ids = prompt_token_ids[start : start + len(logprobs)]
-        nothing = (None,) if start == 0 else ()
+        nothing = (None,) if start == 0 and logprobs else ()
         return self._columns("input", token_ids, logprobs, top, of_ids, nothing)
 
     def _columns(

@@ -55,19 +55,22 @@ class RoutesAsked(msgspec.Struct, frozen=True, kw_only=True):
     place: Callable[[Columns], Placement] | None = None
 
 
-def sglang_rows(routes: RouteTrace, *, num_layers: int, total_len: int) -> NDArray[np.int32]:
+def sglang_rows(routes: RouteTrace, *, num_layers: int, total_len: int) -> NDArray[np.int32] | None:
     """Return rows in SGLang's form, int32 [rows, layers, k], for ``json_of`` and ``msgpack_of``.
 
     Dense layers hold 0, as they do there and nowhere else. There is a row for each position from
     the trace's start to ``total_len - 2``: the last token's is left out even where nothing was
-    sampled and it was an input.
+    sampled and it was an input. Clients know the shape from the number of tokens alone, so what was
+    aborted before all of its prompt was computed has none: that is None.
 
     Args:
         routes: the rows.
         num_layers: of the model, dense ones included.
         total_len: tokens of prompt and output.
     """
-    num_rows = min(routes.num_rows, max(total_len - 1 - routes.start, 0))
+    num_rows = max(total_len - 1 - routes.start, 0)
+    if routes.num_rows < num_rows:
+        return None
     rows = np.zeros((num_rows, num_layers, routes.num_experts_per_tok), dtype="<i4")
     layers: list[int] | slice = list(routes.layer_ids)
     if layers == list(range(layers[0], layers[-1] + 1)):
@@ -153,10 +156,9 @@ def routes_reply(
     if asked is None:
         return reply
     if asked.sglang and routes is not None:
-        reply["routed_experts"] = sglang_rows(
-            routes, num_layers=asked.num_layers, total_len=total_len
-        )
-        reply["routed_experts_start_len"] = routes.start
+        rows = sglang_rows(routes, num_layers=asked.num_layers, total_len=total_len)
+        if rows is not None:
+            reply |= {"routed_experts": rows, "routed_experts_start_len": routes.start}
     if asked.own and columns:
         placement = None if asked.place is None else asked.place(columns)
         offsets = None if placement is None else placement.offsets

@@ -448,9 +448,7 @@ def sample(
 
 
 def top_logprobs(logits_NV: Tensor, log_total_N: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Return the likeliest ids of each row and their logprobs, likeliest first.
-
-    Which of equal ones comes first is left open.
+    """Return the likeliest ids of each row and their logprobs, likeliest first, then by id.
 
     Args:
         logits_NV: float32.

@@ -3,6 +3,7 @@
 Owns the routes; ``native_body`` has the reading of bodies and ``native_reply`` the replies.
 """
 
+import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -33,6 +34,8 @@ from dovetail.wire.typed import typed
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 """What a whole reply can be: msgpack has rows as raw bytes, for clients that accept it."""
+
+_NEVER = re.compile(r"q=0(\.0*)?")
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +83,7 @@ class NativeRoutes:
         if call.stream:
             _check_streamed(accept)
             return EventStream(self._stream(call, requests, handover, delivery))
-        kind = MSGPACK if MSGPACK in accept else JSON
+        kind = MSGPACK if _accepts(accept, MSGPACK) else JSON
         return WholeReply(self._answer(call, requests, kind, handover, delivery), kind)
 
     async def abort(self, http: HttpRequest) -> Response:
@@ -188,13 +191,22 @@ class NativeRoutes:
             handover.close()
 
 
+def _accepts(accept: str, kind: str) -> bool:
+    """Whether an ``Accept`` header names a kind, and not to turn it down (RFC 9110, 12.5.1)."""
+    for item in accept.lower().split(","):
+        name, *params = (part.strip() for part in item.split(";"))
+        if name == kind:
+            return not any(_NEVER.fullmatch(param) for param in params)
+    return False
+
+
 def _check_streamed(accept: str) -> None:
     """Refuse a stream to a client that reads msgpack alone.
 
     Raises:
         RequestError: it is one.
     """
-    if MSGPACK in accept and not any(kind in accept for kind in ("text/", "*/*")):
+    if _accepts(accept, MSGPACK) and not any(kind in accept for kind in ("text/", "*/*")):
         raise RequestError(
             "stream",
             "a stream is server-sent events, which are text; leave out Accept: "

@@ -66,7 +66,7 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: list[Any] | None = None
     messages: list[dict[str, Any]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
-    rid: str | list[str] | None = None
+    rid: str | list[str | None] | None = None
     return_logprob: bool | list[bool | None] = False
     logprob_start_len: int | list[int | None] = -1
     top_logprobs_num: int | list[int | None] = 0
@@ -327,8 +327,9 @@ def _rids(fields: GenerateFields, num: int | None) -> list[str | None]:
     return _each("rid", fields.rid, num, default=None)
 
 
-def _given_rids(rid: str | list[str] | None) -> tuple[str, ...]:
-    return tuple(rid) if isinstance(rid, list) else () if rid is None else (rid,)
+def _given_rids(rid: str | list[str | None] | None) -> tuple[str, ...]:
+    given = rid if isinstance(rid, list) else [rid]
+    return tuple(one for one in given if one is not None)
 
 
 def _logprobs(fields: GenerateFields, num: int | None) -> list[LogprobParams | None]:

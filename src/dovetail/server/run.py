@@ -34,6 +34,9 @@ _LOG = logging.getLogger(__name__)
 THREADS_S = 0.5
 """How long bodies that are being read on threads may hold up the end."""
 
+FORCE_S = 0.3
+"""How long routes may take whose connection has been cut."""
+
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """Return a socket that holds the port and refuses connections until it listens.
@@ -185,12 +188,14 @@ class HttpServer:
         """Leave clients that do not read their last answer, some time after it was made."""
         await closing
         await asyncio.sleep(self._drain_s)
-        self._server.force_exit = True
         # From Python 3.12 on, a server is closed only when its connections are, and one with bytes
         # that nobody reads closes never.
         for connection in list(self._server.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
+        # Their routes end by that. Should one not, uvicorn leaves it, and says so with a traceback.
+        await asyncio.sleep(FORCE_S)
+        self._server.force_exit = True
 
 
 def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dovetail.core.client import EngineClient
 from dovetail.core.generation import Generation, StreamEvent, collect
-from dovetail.errors import EngineClosed, RequestError
+from dovetail.errors import CapacityError, EngineClosed, RequestError
 from dovetail.server.metrics import Metrics
 from dovetail.wire.request import Request
 
@@ -62,7 +62,8 @@ class Traffic:
         num_samples, most = sum(r.sampling.n for r in requests), self._client.config.max_open
         if num_samples > most:
             raise RequestError(
-                "body", f"asks for {num_samples} generations; send at most {most} at once"
+                "body",
+                f"asks for {num_samples} generations, prompts times n; send at most {most} at once",
             )
         if len(requests) == 1:
             async with aclosing(self._run_one(requests[0])) as events:
@@ -123,6 +124,7 @@ class Traffic:
 
     async def _run_one(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         started, has_token, num_open = time.perf_counter(), False, request.sampling.n
+        num_prompt = len(request.prompt_token_ids)
         self._labels[request.request_id] = request.label or ""
         try:
             async with aclosing(self._client.events(request)) as events:
@@ -137,6 +139,9 @@ class Traffic:
                             event.finish_reason.type, time.perf_counter() - started
                         )
                     yield event
+        except CapacityError:
+            num_prompt = num_open = 0  # it never was a request of the engine's
+            raise
         finally:
             del self._labels[request.request_id]
-            self._metrics.ended(len(request.prompt_token_ids), num_abandoned=num_open)
+            self._metrics.ended(num_prompt, num_abandoned=num_open)

@@ -34,7 +34,8 @@ class SamplingParams(
         frequency_penalty: subtracted from a token's logit for each time it was generated.
         presence_penalty: subtracted once if the token was generated at all.
         logit_bias: token id -> number added to its logit.
-        min_new_tokens: end-of-sequence and stop ids cannot be drawn before this many tokens.
+        min_new_tokens: ids that end (stop ids, and end-of-sequence without ``ignore_eos``) cannot
+            be drawn before this many tokens.
         n: generations of the same prompt; they differ in the sample index of their noise.
         stop: strings that end the generation; matched over bytes, not tokens.
         stop_token_ids: token ids that end the generation.

@@ -45,6 +45,9 @@ def ids_of(maker: RequestMaker, prompts: object) -> list[tuple[int, ...]]:
         ([[1, 2], [3]], [(1, 2), (3,)]),
         (["a", [1, 2], (3,)], [(97,), (1, 2), (3,)]),
         (np.array([1, 2]), [(1, 2)]),
+        ([np.array([1, 2]), np.array([3])], [(1, 2), (3,)]),
+        (np.array([[1, 2], [3, 4]]), [(1, 2), (3, 4)]),
+        ([np.int64(1), 2], [(1, 2)]),
         ((i for i in (1, 2)), [(1, 2)]),
         (["7"], [(55,)]),  # a list of texts
     ],
@@ -71,6 +74,17 @@ def test_a_chat_is_rendered_and_one_chat_is_one_prompt(maker):
     assert ids_of(maker, [CHAT, "a", CHAT]) == [alone, (97,), alone]
 
 
+def test_text_parts_of_a_message_are_one_text(maker):
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert maker.encode([CHAT[0] | {"content": parts}]) == maker.encode(
+        [CHAT[0] | {"content": "h\ni"}]
+    )
+    image = [*parts, {"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
+    with pytest.raises(RequestError, match="no text part") as caught:
+        maker.encode([*CHAT, CHAT[0] | {"content": image}])
+    assert caught.value.field == "messages[1].content[2]"
+
+
 @pytest.mark.parametrize(
     ("prompts", "field", "words"),
     [
@@ -83,7 +97,6 @@ def test_a_chat_is_rendered_and_one_chat_is_one_prompt(maker):
         ([1, "a"], "prompts[0].input_ids", "must be a list"),
         ([1.5], "input_ids", "item 0 is 1.5"),
         ([None], "input_ids", "item 0 is None"),
-        (np.array([[1, 2], [3, 4]]), "input_ids", "not an integer"),
         ("\ud800", "text", "surrogate"),
         (None, "prompts", "must be text"),
         (5, "prompts", "must be text"),

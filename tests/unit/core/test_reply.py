@@ -5,11 +5,12 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 
-from dovetail.core.generation import Generation
+from dovetail.core.generation import Generation, prompt_columns
 from dovetail.core.reply import generate_reply
-from dovetail.wire.request import LogprobParams
-from dovetail.wire.result import FinishReason, Usage
+from dovetail.wire.request import LogprobParams, Request, SamplingParams
+from dovetail.wire.result import FinishReason, Scores, Usage
 
 
 def generation(**fields: Any) -> Generation:
@@ -99,3 +100,27 @@ def test_a_request_that_ended_before_its_prompt_was_scored() -> None:
     asked = LogprobParams(logprob_start_len=1, top_logprobs_num=1, token_ids_logprob=(7,))
     found = lists_of(asked, prompt_logprobs=(), finish_reason=FinishReason(type="abort"), **nothing)
     assert set(map(str, found.values())) == {"[]"} and len(found) == 6
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 4])
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_a_prompt_is_scored_whole_or_not_at_all(start: int, num_top: int) -> None:
+    """Who is aborted on the way has scores of some of its chunks."""
+    asked = LogprobParams(logprob_start_len=start, top_logprobs_num=num_top)
+    request = Request(
+        request_id=1, prompt_token_ids=(11, 12, 13, 14), sampling=SamplingParams(), seed=0,
+        logprobs=asked,
+    )  # fmt: skip
+    num_all = 4 - max(start, 1)
+    for num in range(num_all + 1):
+        scores = Scores(
+            logprobs=(-1.0,) * num, top_ids=((5, 6),) * num * (num_top > 0),
+            top_logprobs=((-1.0, -2.0),) * num * (num_top > 0), id_logprobs=(),
+        )  # fmt: skip
+        logprobs, top, of_ids = prompt_columns(request, scores if num else None)
+        if num == num_all:
+            assert logprobs == (None,) * (start == 0) + scores.logprobs
+            assert len(top) == (num if num_top else 0)
+        else:
+            assert (logprobs, top) == ((), ())
+        assert of_ids == ()

@@ -7,7 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from dovetail.core.routes import PIECE, json_of, msgpack_of, sglang_rows
+from dovetail.core.routes import (
+    PIECE,
+    RoutesAsked,
+    json_of,
+    msgpack_of,
+    routes_reply,
+    sglang_rows,
+)
 from dovetail.replay.records import RouteTrace
 
 
@@ -43,3 +50,14 @@ def test_layers_are_where_the_model_has_them(layer_ids: tuple[int, ...]) -> None
         want = made.ids[:, layer_ids.index(layer)] if layer in layer_ids else 0
         assert (rows[:, layer] == want).all()
     assert len(sglang_rows(made, num_layers=5, total_len=5)) == 4
+
+
+@pytest.mark.parametrize(("num_rows", "has_them"), [(0, False), (4, False), (5, True), (6, True)])
+def test_clients_get_all_rows_or_none(num_rows: int, has_them: bool) -> None:
+    """They know how many from the tokens; an abort in the prompt leaves fewer."""
+    asked = RoutesAsked(sglang=True, own=True, num_layers=3)
+    reply = routes_reply(asked, {}, trace(num_rows, (0, 1, 2)), start=0, total_len=6)
+    assert "routes" in reply  # our own form says what it holds
+    assert ("routed_experts" in reply) == ("routed_experts_start_len" in reply) == has_them
+    if has_them:
+        assert len(reply["routed_experts"]) == 5

@@ -129,7 +129,7 @@ class Answers:
         return self._event([choice | _meta_of(rows)], usage, rows if place == 0 else None)
 
     def _rows(self, request: Request, routes: RouteTrace | None, num_tokens: int) -> Rows | None:
-        """Return the expert rows of a generation that has ended, if there are any."""
+        """Return the expert rows of a generation that has ended, if it has them all."""
         if routes is None:
             return None
         return sglang_rows(

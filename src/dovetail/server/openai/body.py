@@ -6,7 +6,7 @@ would silently change the policy.
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -99,7 +99,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a stream tells beside its choices.
+    """What a stream tells beside its choices; null is no.
 
     Attributes:
         include_usage: end with an event that has the usage and no choice.
@@ -107,9 +107,9 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         include_obfuscation: OpenAI's padding of events; there is none here.
     """
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class CallFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,12 +195,7 @@ def read_chat(raw: dict[str, Any]) -> tuple[CallFields, SamplingFields, ChatFiel
     """
     _check_names(raw, ChatFields)
     chat = typed(raw, ChatFields)
-    messages = [_plain_message(index, message) for index, message in enumerate(chat.messages)]
-    return (
-        typed(raw, CallFields),
-        typed(raw, SamplingFields),
-        msgspec.structs.replace(chat, messages=messages),
-    )
+    return typed(raw, CallFields), typed(raw, SamplingFields), chat
 
 
 def read_completion(raw: dict[str, Any]) -> tuple[CallFields, SamplingFields, CompletionFields]:
@@ -238,21 +233,3 @@ def _asks_nothing(name: str, value: object) -> bool:
     if name == "best_of":
         return value == 1
     return value is False or value in ("", [], {})
-
-
-def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its text parts joined by newlines: templates expect a string."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts: list[str] = []
-    for place, part in enumerate(cast(list[Any], content)):
-        match part:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case _:
-                raise RequestError(
-                    f"messages[{index}].content[{place}]",
-                    'is no text part; this server takes {"type": "text", "text": ...} alone',
-                )
-    return message | {"content": "\n".join(texts)}

@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from dovetail.core.client import EngineClient
-from dovetail.core.generation import Generation, StreamEvent, top_pairs
+from dovetail.core.generation import Generation, StreamEvent, prompt_columns, top_pairs
 from dovetail.core.prompts import Prompt
 from dovetail.errors import RequestError
 from dovetail.server.body import off_loop, read_body
@@ -75,7 +75,7 @@ class CompletionRoute:
                 requests.append(
                     self._client.requests.make(
                         token_ids,
-                        sampling.params(DEFAULT_MAX_TOKENS),
+                        sampling.params(self._default_max_tokens(len(token_ids))),
                         logprobs=asked,
                         capture=call.capture,
                         priority=call.priority,
@@ -89,6 +89,11 @@ class CompletionRoute:
                 raise RequestError(error.field, f"in prompt {index}: {error.message}") from None
         check_listed(requests)
         return requests
+
+    def _default_max_tokens(self, prompt_len: int) -> int | None:
+        """Return OpenAI's default, or what the context leaves; None if that is nothing."""
+        room = self._client.config.context_len - prompt_len
+        return min(DEFAULT_MAX_TOKENS, room) if room > 0 else None
 
     def _echoes(self, fields: CompletionFields, requests: list[Request]) -> list[str]:
         """Return the prompts as text: as they came, or decoded."""
@@ -134,11 +139,7 @@ class CompletionChoices:
         adds_nothing = not event.text and not self._with_logprobs
         if key in self._columns and adds_nothing and event.finish_reason is None:
             return {}
-        prompt = event.prompt_scores
-        echoed = (
-            (None, *(prompt.logprobs if prompt else ())),
-            top_pairs(prompt) if prompt else (),
-        )
+        echoed = prompt_columns(request, event.prompt_scores)[:2]
         top = top_pairs(event.scores) if event.scores else ()
         return self._choice(
             key, request, event.text, echoed, (event.token_ids, event.logprobs, top)
