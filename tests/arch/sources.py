@@ -1,4 +1,4 @@
-"""The package's source files, parsed once for the tests of this folder."""
+"""The Python files of the package and of the folders beside it, for the tests of this folder."""
 
 import ast
 from dataclasses import dataclass
@@ -8,17 +8,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
 PACKAGE = SRC / "dovetail"
+BESIDE = ("tests", "benchmarks", "scripts")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One module of the package: its file, its dotted name, its syntax tree."""
+    """One Python file: where it is, its dotted name below ``root``, its syntax tree."""
 
     path: Path
+    root: Path = SRC
 
     @property
     def name(self) -> str:
-        parts = list(self.path.relative_to(SRC).with_suffix("").parts)
+        parts = list(self.path.relative_to(self.root).with_suffix("").parts)
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @property
@@ -36,9 +38,24 @@ class Source:
         return ast.parse(self.text, filename=str(self.path))
 
     def at(self, line: int) -> str:
-        return f"{self.path.relative_to(SRC)}:{line}"
+        return f"{self.path.relative_to(self.root)}:{line}"
 
 
 def sources(package: Path = PACKAGE) -> list[Source]:
     """Every module of the package, sorted by file name."""
     return [Source(path) for path in sorted(package.rglob("*.py"))]
+
+
+def sources_beside(root: Path = ROOT) -> list[Source]:
+    """Every Python file of the folders ``BESIDE`` the package, sorted by folder and file name."""
+    paths = [path for folder in BESIDE for path in sorted((root / folder).rglob("*"))]
+    return [Source(path, root) for path in paths if is_python(path)]
+
+
+def is_python(path: Path) -> bool:
+    """By its suffix; a script that has none says so in its first line."""
+    if path.suffix or not path.is_file():
+        return path.suffix == ".py"
+    with path.open("rb") as file:
+        first = file.readline()
+    return first.startswith(b"#!") and b"python" in first

@@ -105,14 +105,12 @@ def test_imports_go_leftwards(source: Source) -> None:
     assert faults(source) == []
 
 
-def test_the_rules_catch_what_they_forbid(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tests.arch.sources.SRC", tmp_path)
-
+def test_the_rules_catch_what_they_forbid(tmp_path) -> None:
     def write(name: str, text: str) -> Source:
         path = tmp_path / "dovetail" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        return Source(path)
+        return Source(path, tmp_path)
 
     bad = [
         ("cache/a.py", "from dovetail.sched.plan import StepPlan"),

@@ -1,4 +1,7 @@
-"""Files and functions stay small, names say what things are, nothing is global."""
+"""Files and functions stay small, names say what things are, nothing is global.
+
+Sizes are those of tests, benchmarks and scripts, too.
+"""
 
 import ast
 import re
@@ -7,13 +10,16 @@ from collections.abc import Iterator
 import pytest
 
 import dovetail
-from tests.arch.sources import Source, sources
+from tests.arch.sources import Source, sources, sources_beside
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60  # of code: the docstring is not counted
 VAGUE = {"manager", "base", "mixin", "helper", "utils", "util", "impl"}
 
 every_source = pytest.mark.parametrize("source", sources(), ids=lambda source: source.name)
+every_file = pytest.mark.parametrize(
+    "source", [*sources(), *sources_beside()], ids=lambda source: source.name
+)
 
 
 def words_of(name: str) -> set[str]:
@@ -37,12 +43,12 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return lines
 
 
-@every_source
+@every_file
 def test_file_is_short(source: Source) -> None:
     assert len(source.text.splitlines()) <= MAX_FILE_LINES
 
 
-@every_source
+@every_file
 def test_functions_are_short(source: Source) -> None:
     long = {
         f"{source.at(function.lineno)} {function.name}": lines
@@ -82,6 +88,14 @@ def test_public_names_exist() -> None:
     assert dir(dovetail) == sorted(dovetail.__all__), "and nothing that it is made of"
     with pytest.raises(AttributeError):
         _ = dovetail.no_such_name
+
+
+def test_tests_benchmarks_and_scripts_are_measured_too() -> None:
+    names = {source.name for source in sources_beside()}
+    assert names >= {"tests.conftest", "tests.arch.test_shape", "benchmarks.common"}
+    assert names >= {"scripts.make_docs", "scripts.tiny_moe.train"}
+    assert names >= {"scripts.install", "scripts.gpu-wheels"}, "which have no suffix"
+    assert "scripts.check" not in names, "it is bash"
 
 
 def test_vague_words_are_found_and_others_left_alone() -> None:

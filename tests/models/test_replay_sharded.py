@@ -16,9 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from dovetail.replay.errors import ReplayError
 from dovetail.replay.session import ReplaySession
 from tests.support.moe_families import tiny_model
-from tests.support.replay import Outcome, assert_same, next_token_loss, outcome, random_routes
+from tests.support.replay import (
+    IDS,
+    Outcome,
+    assert_same,
+    next_token_loss,
+    outcome,
+    random_routes,
+)
 
-IDS = torch.tensor([[5, 9, 3, 7, 11, 4], [8, 8, 2, 60, 31, 12]])
 WORLD = 2
 
 

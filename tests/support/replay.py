@@ -1,4 +1,4 @@
-"""Routes and losses to replay with, and what a replay must not change."""
+"""Token ids, routes and losses to replay with, and what a replay must not change."""
 
 from collections.abc import Callable
 
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from dovetail.replay.packing import RouteBatch, route_dtype
 from dovetail.replay.records import RouteTrace
 from dovetail.replay.session import ReplaySession
+
+IDS = torch.tensor([[5, 9, 3, 7, 11, 4], [8, 8, 2, 60, 31, 12]])
 
 Outcome = tuple[Tensor, dict[str, Tensor]]  # loss, gradient of each parameter
 

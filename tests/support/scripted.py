@@ -44,29 +44,7 @@ def plain_config(
 
     The payload is as small as it may be: one read-out, and a sampled token's scores for each row.
     """
-    model = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        intermediate_size=8,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=1e4),
-        tie_word_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_window=None,
-        max_position_embeddings=context_len,
-        dtype="float32",
-        eos_token_ids=(EOS_ID,),
-        bos_token_id=None,
-        moe=moe,
-    )
+    model = plain_model(context_len, moe)
     columns = column_specs(model, capture).values()
     least_payload = readout_bytes(context_len, columns) + sample_score_bytes(max_running)
     return EngineConfig(
@@ -93,6 +71,33 @@ def plain_config(
         graphs=False,
         moe_backend="torch",
         reasons={},
+    )
+
+
+def plain_model(context_len: int, moe: MoeConfig | None) -> ModelConfig:
+    """Return the shape of a Llama as small as one may be."""
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1e4),
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        max_position_embeddings=context_len,
+        dtype="float32",
+        eos_token_ids=(EOS_ID,),
+        bos_token_id=None,
+        moe=moe,
     )
 
 

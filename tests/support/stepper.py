@@ -50,6 +50,21 @@ class Output:
     prompt_scores: Scores | None = None
     num_events: int = 0
 
+    def add(self, event: TokenEvent) -> None:
+        """Take in an event, of which none may follow the last one."""
+        assert self.finish is None, "an event after the last one"
+        self.num_events += 1
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        self.finish, self.usage = event.finish, event.usage
+        if event.scores is not None:
+            self.scores.append(event.scores)
+        if event.prompt_scores is not None:
+            assert self.prompt_scores is None
+            self.prompt_scores = event.prompt_scores
+        if event.captured:
+            self.add_captured(event.captured)
+
     def add_captured(self, columns: dict[str, CapturedRows]) -> None:
         """Append rows, which must go on where the last ones ended."""
         for name, part in columns.items():
@@ -138,22 +153,7 @@ class Stepper:
         def deliver(news: News) -> None:
             assert not isinstance(news, Exception), news
             for event in news:
-                note(event)
-
-        def note(event: TokenEvent) -> None:
-            output = outputs[event.sample_index]
-            assert output.finish is None, "an event after the last one"
-            output.num_events += 1
-            output.token_ids += event.token_ids
-            output.logprobs += event.logprobs
-            output.finish, output.usage = event.finish, event.usage
-            if event.scores is not None:
-                output.scores.append(event.scores)
-            if event.prompt_scores is not None:
-                assert output.prompt_scores is None
-                output.prompt_scores = event.prompt_scores
-            if event.captured:
-                output.add_captured(event.captured)
+                outputs[event.sample_index].add(event)
 
         self.step_of_newest = self.num_steps
         self.outbox.open(request_id, deliver, num_samples=params.n)
