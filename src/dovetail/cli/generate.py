@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         prompts = PromptFile(
             Path(args.prompts), sampling=sampling_fields(args), others=reply_fields(args)
         )
+        _check_apart(args.prompts, args.output)
         with _open_output(args.output) as file, open_engine(engine_options(args)) as engine:
             return _print_replies(engine, prompts.requests(engine.requests), file)
     if args.output is not None:
@@ -141,6 +142,14 @@ def _talk(engine: "dovetail.Engine", params: SamplingParams) -> int:
         messages.append({"role": "user", "content": line})
         answer = _stream(engine, messages, params)
         messages.append({"role": "assistant", "content": answer})
+
+
+def _check_apart(prompts: str, output: str | None) -> None:
+    """Refuse to write replies over the prompts, whatever the file is called."""
+    if output is None or not (Path(prompts).is_file() and Path(output).is_file()):
+        return  # a device may well be both
+    if Path(prompts).samefile(output):
+        raise RequestError("--output", f"{output} is the file of prompts; name another one")
 
 
 @contextmanager

@@ -286,6 +286,16 @@ def test_an_output_that_cannot_be_written(run, tmp_path):
     assert done.err.startswith("dovetail: error: --output: cannot write")
 
 
+def test_the_prompts_are_not_written_over(run, tmp_path):
+    prompts = Path(file_of(tmp_path, {"text": "a"}))
+    before, link = prompts.read_text(), tmp_path / "link"
+    link.symlink_to(prompts)
+    for output in (prompts, link):
+        done = run("--prompts", str(prompts), "-o", str(output))
+        assert (done.code, done.out) == (2, "") and "is the file of prompts" in done.err
+    assert prompts.read_text() == before
+
+
 def test_debug_shows_the_traceback(run, fx_count_folder):
     with pytest.raises(RequestError):
         main(["--debug", "generate", "", "--model", str(fx_count_folder)])

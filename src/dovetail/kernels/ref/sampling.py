@@ -257,7 +257,8 @@ def top_logprobs(logits_NV: Tensor, log_total_N: Tensor, num_top: int) -> tuple[
     # torch.topk leaves open which of equal ones it takes, so each gets a number of its own: the
     # logit's bits as an integer of the same order, then the id from behind. Of the two zeros, one.
     bits_NV = (logits_NV + 0.0).view(torch.int32)
-    ranks_NV = (bits_NV ^ ((bits_NV >> 31) & 0x7FFFFFFF)).long() << 32
+    ranks_NV = (bits_NV ^ ((bits_NV >> 31) & 0x7FFFFFFF)).long()
+    ranks_NV <<= 32
     ranks_NV += torch.arange(vocab_size - 1, -1, -1, device=logits_NV.device)
     ids_NK = vocab_size - 1 - (torch.topk(ranks_NV, num_top, dim=-1).values & 0xFFFFFFFF)
     return ids_NK, logits_NV.gather(-1, ids_NK) - log_total_N[:, None]
