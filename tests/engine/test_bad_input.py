@@ -74,7 +74,7 @@ def refused(call: Callable[[], object], field: str) -> None:
         ([True], "input_ids"),
         ([[1, "7"]], "input_ids"),
         (torch.tensor([1.5]), "input_ids"),
-        (torch.tensor([[1, 2]]), "input_ids"),
+        (torch.tensor([[1, 2], [3, -4]]), "prompts[1].input_ids"),
         ("\udcff", "text"),
         ({"role": "user", "content": "hi"}, "prompts"),
         ([{"role": "user"}], "messages"),

@@ -229,6 +229,11 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     many = list(prompts)  # arrays of ids and generators become lists
     if not many:
         raise RequestError("prompts", "the list of prompts is empty")
-    # Numbers and messages are parts of one prompt; texts, lists and arrays are prompts.
-    is_one = all(isinstance(item, Mapping) or not hasattr(item, "__len__") for item in many)
+    is_one = all(map(_is_part, many))
     return [many] if is_one else many  # type: ignore[list-item,return-value]
+
+
+def _is_part(item: object) -> bool:
+    """Numbers, of an array too, and messages are parts of a prompt; texts, lists, rows are one."""
+    is_number = not hasattr(item, "__len__") or getattr(item, "ndim", None) == 0
+    return is_number or isinstance(item, Mapping)

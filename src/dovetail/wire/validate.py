@@ -53,7 +53,9 @@ def validated_prompt(prompt_token_ids: Iterable[SupportsIndex], limits: Limits) 
             not a token id of this model; the message names the position.
     """
     field = "input_ids"
-    if isinstance(prompt_token_ids, (str, bytes)) or not hasattr(prompt_token_ids, "__iter__"):
+    is_number = getattr(prompt_token_ids, "ndim", None) == 0  # an array, and yet without items
+    has_items = hasattr(prompt_token_ids, "__iter__") and not is_number
+    if isinstance(prompt_token_ids, (str, bytes)) or not has_items:
         raise RequestError(field, "must be a list of token ids")
     if isinstance(prompt_token_ids, Sized):  # before each of what may be millions is looked at
         _check_prompt_len(len(prompt_token_ids), limits)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dovetail.core.prompts import RequestMaker
 from dovetail.errors import RequestError
@@ -47,6 +48,8 @@ def ids_of(maker: RequestMaker, prompts: object) -> list[tuple[int, ...]]:
         (np.array([1, 2]), [(1, 2)]),
         ([np.array([1, 2]), np.array([3])], [(1, 2), (3,)]),
         (np.array([[1, 2], [3, 4]]), [(1, 2), (3, 4)]),
+        (torch.tensor([[1, 2], [3, 4]]), [(1, 2), (3, 4)]),
+        (torch.tensor([1, 2]), [(1, 2)]),
         ([np.int64(1), 2], [(1, 2)]),
         ((i for i in (1, 2)), [(1, 2)]),
         (["7"], [(55,)]),  # a list of texts
@@ -95,6 +98,7 @@ def test_text_parts_of_a_message_are_one_text(maker):
         ([[]], "input_ids", "empty"),
         ([[1], [2, 320]], "prompts[1].input_ids", "item 1 is 320"),
         ([1, "a"], "prompts[0].input_ids", "must be a list"),
+        ([torch.tensor(1), "a"], "prompts[0].input_ids", "must be a list"),
         ([1.5], "input_ids", "item 0 is 1.5"),
         ([None], "input_ids", "item 0 is None"),
         ("\ud800", "text", "surrogate"),

@@ -1,5 +1,6 @@
 """``/v1/completions``."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -75,7 +76,7 @@ class CompletionRoute:
                 requests.append(
                     self._client.requests.make(
                         token_ids,
-                        sampling.params(self._default_max_tokens(len(token_ids))),
+                        sampling.params(self._default_max_tokens(token_ids)),
                         logprobs=asked,
                         capture=call.capture,
                         priority=call.priority,
@@ -90,8 +91,12 @@ class CompletionRoute:
         check_listed(requests)
         return requests
 
-    def _default_max_tokens(self, prompt_len: int) -> int | None:
-        """Return OpenAI's default, or what the context leaves; None if that is nothing."""
+    def _default_max_tokens(self, token_ids: Sequence[int]) -> int | None:
+        """Return OpenAI's default, or what the context leaves; None if that is nothing.
+
+        The prompt is not validated yet, and may be anything.
+        """
+        prompt_len = len(token_ids) if isinstance(token_ids, Sequence) else 0
         room = self._client.config.context_len - prompt_len
         return min(DEFAULT_MAX_TOKENS, room) if room > 0 else None
 
