@@ -97,6 +97,11 @@ def masked_logprobs(
         ValueError: numbers of rows differ, an id is not in the vocabulary, or a target is outside
             of its support, which no draw can be.
     """
+    if logits_RV.ndim != 2 or targets_R.ndim != 1:
+        raise ValueError(
+            f"logits of shape {list(logits_RV.shape)}, targets of {list(targets_R.shape)}; give "
+            "[rows, vocabulary] and [rows]: flatten a batch"
+        )
     num_rows, vocab_size = logits_RV.shape
     if mask.num_rows != num_rows or len(targets_R) != num_rows:
         raise ValueError(

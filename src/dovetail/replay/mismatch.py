@@ -139,8 +139,10 @@ def ratio_interval(
     x of what it was" give ``("k3", on, off)``.
 
     Raises:
-        ValueError: the arms are not of the same sequences.
+        ValueError: the arms are not of the same sequences, or there is no such measure.
     """
+    if name not in numerator.intervals:
+        raise ValueError(f"{name!r} is no measure; give one of {', '.join(numerator.intervals)}")
     a, b = numerator.sums, denominator.sums
     if not np.array_equal(a.num_tokens, b.num_tokens):
         raise ValueError("the arms are not of the same sequences, so they cannot be paired")

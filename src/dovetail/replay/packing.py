@@ -124,6 +124,8 @@ class TokenTable:
     def __init__(
         self, sequences: Sequence[Sequence[int]], traces: Sequence[RouteTrace] | None = None
     ) -> None:
+        for number, sequence in enumerate(sequences):
+            _expect(not isinstance(sequence, str), f"sequence {number} is text; give its token ids")
         lengths = [len(sequence) for sequence in sequences]
         self.begins: list[int] = np.concatenate([[0], np.cumsum(lengths)]).astype(int).tolist()
         flat = [token for sequence in sequences for token in sequence]
@@ -192,10 +194,10 @@ class TokenTable:
             fill: at pads.
 
         Raises:
-            ReplayError: there are not as many values as tokens, they are no tensors, or the index
-                is not of these tokens.
+            ReplayError: there are not as many values as tokens, in all or of a sequence, they are
+                no tensors, or the index is not of these tokens.
         """
-        flat = values if isinstance(values, Tensor) else _joined(values)
+        flat = values if isinstance(values, Tensor) else self._joined(values)
         _expect(
             len(flat) == len(self.tokens_T),
             f"{len(flat)} values for {len(self.tokens_T)} tokens; give one a token",
@@ -204,6 +206,25 @@ class TokenTable:
         out = _at(flat, index)
         is_pad = (index < 0).reshape(index.shape + (1,) * (out.ndim - index.ndim))
         return out.masked_fill(is_pad, fill)
+
+    def _joined(self, values: Sequence[object]) -> Tensor:
+        """Return the values of all sequences, after a look that each has its own number of them."""
+        _expect(len(values) == len(self), f"values of {len(values)} sequences, not of {len(self)}")
+        parts: list[Tensor] = []
+        for number, part in enumerate(values):
+            if not isinstance(part, Tensor):
+                raise ReplayError(
+                    f"the values of sequence {number} are {kind_of(part)}; give torch.tensor(...) "
+                    "of it"
+                )
+            num_tokens = self.begins[number + 1] - self.begins[number]
+            _expect(
+                part.ndim > 0 and len(part) == num_tokens,
+                f"the values of sequence {number} have shape {list(part.shape)}, but it has "
+                f"{num_tokens} tokens: give one a token, in the order of the sequences",
+            )
+            parts.append(part)
+        return torch.cat(parts)
 
     def routes(
         self,
@@ -241,7 +262,8 @@ class TokenTable:
                 f"{int(is_missing.sum())} tokens have no row, the first at position "
                 f"{token - self.begins[number]} of sequence {number}, whose trace has "
                 f"[{self._traces[number].start}, {self._traces[number].end}): join the traces of "
-                'earlier turns with RouteTrace.concat, or say missing="live"'
+                "earlier turns with RouteTrace.concat, leave out a generation that was aborted in "
+                'its prompt, or say missing="live"'
             )
         first = self._traces[0]
         return RouteBatch(
@@ -336,17 +358,6 @@ def _expect_trace(trace: object, number: int) -> None:
             f"the trace of sequence {number} is {kind_of(trace)}; Generation.routes is one where "
             'generate was told capture=("experts",)'
         )
-
-
-def _joined(values: Sequence[object]) -> Tensor:
-    parts: list[Tensor] = []
-    for number, part in enumerate(values):
-        if not isinstance(part, Tensor):
-            raise ReplayError(
-                f"the values of sequence {number} are {kind_of(part)}; give torch.tensor(...) of it"
-            )
-        parts.append(part)
-    return torch.cat(parts)
 
 
 def _expect(condition: bool, message: str) -> None:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.replay.errors import kind_of
 from dovetail.wire.capture import CaptureSpan, expert_dtype
 
 MAGIC = b"dovetail.routes\x01"
@@ -330,7 +331,12 @@ def _num_ids(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
 
 
-def _of_base64(data: str | bytes) -> bytes:
+def _of_base64(data: object) -> bytes:
+    if not isinstance(data, (str, bytes)):
+        raise TraceError(
+            f"the rows are {kind_of(data)}, not base64: the request did not ask for them, or it "
+            "was aborted before its prompt was computed"
+        )
     try:
         return base64.b64decode(data, validate=True)
     except ValueError as error:  # also of text that is not ASCII

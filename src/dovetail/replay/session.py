@@ -315,6 +315,7 @@ class _Installer:
         if num_tokens != num_rows:
             raise ReplayError(
                 f"router {self._router.name} was given {num_tokens} tokens, the routes have "
-                f"{num_rows}: send the index through what the input_ids go through"
+                f"{num_rows}: send the index through what the input_ids go through, and open a "
+                "context for each set of tokens (the steps of generate() are many)"
             )
         return self._rows.installed(self._place, live_NK)

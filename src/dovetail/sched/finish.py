@@ -10,6 +10,8 @@ ABORTED = FinishReason(type="abort", message="Aborted while it was generated")
 ABORTED_EARLY = FinishReason(type="abort", message="Abort before prefill: it had not started")
 """Rollout clients look for its first words."""
 
+ABORTED_IN_PROMPT = FinishReason(type="abort", message="Aborted in its prompt")
+
 _FAILURES = {
     RowStatus.NON_FINITE: FinishReason(
         type="error", message="the model produced logits that are not finite"
@@ -26,8 +28,9 @@ _FAILURES = {
 
 def aborted(sequence: Sequence) -> FinishReason:
     """Return why a sequence ends that is aborted now."""
-    is_early = sequence.state is SequenceState.WAITING and sequence.num_generated == 0
-    return ABORTED_EARLY if is_early else ABORTED
+    if sequence.num_generated:
+        return ABORTED
+    return ABORTED_EARLY if sequence.state is SequenceState.WAITING else ABORTED_IN_PROMPT
 
 
 def failure_of(status: RowStatus) -> FinishReason:

@@ -168,10 +168,11 @@ def validated_capture(capture: CaptureParams, *, prompt_len: int, limits: Limits
                 "capture", f"{name!r} is no column; the columns are {', '.join(COLUMNS)}"
             )
         if name not in limits.columns:
+            wanted = ",".join([*limits.columns[1:], name])  # the first, tokens, is always there
             raise RequestError(
                 "capture",
                 f"{name!r} is not captured by this engine, only {', '.join(limits.columns)}; start "
-                f"it with --capture {name}",
+                f"it with --capture {wanted}",
             )
     if not 0 <= capture.start_len <= prompt_len:
         raise RequestError(

@@ -11,7 +11,7 @@ from dovetail.errors import RequestError
 from dovetail.text.chat import ChatTemplate
 from dovetail.text.tokenizer import Tokenizer
 from dovetail.wire.request import CaptureParams, SamplingParams
-from dovetail.wire.validate import Limits
+from dovetail.wire.validate import Limits, validated_capture
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -154,9 +154,12 @@ def test_parameters_may_differ_by_prompt(maker):
 
 def test_an_unknown_column_is_refused_and_a_doubled_one_is_one(maker):
     with pytest.raises(
-        RequestError, match=r"capture: 'experts' is not captured .*--capture experts"
+        RequestError, match=r"capture: 'experts' is not captured .*--capture experts$"
     ):
         maker.make("a", None, capture=("tokens", "experts"))
+    limits = Limits(vocab_size=320, context_len=64, columns=("tokens", "experts"))
+    with pytest.raises(RequestError, match="--capture experts,expert_weights$"):
+        validated_capture(CaptureParams(columns=("expert_weights",)), prompt_len=1, limits=limits)
     for asked in ("tokens", ("tokens", "tokens")):
         assert maker.make("a", None, capture=asked).capture.columns == ("tokens",)
 

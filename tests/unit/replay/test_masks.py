@@ -120,6 +120,10 @@ def test_rows_may_be_chosen_in_any_order(rows, data):
             "the mask has id -1; 12 logits",
         ),
         (
+            lambda logits, mask: masked_logprobs(logits[None], torch.tensor([[0, 4]]), mask),
+            r"logits of shape \[1, 2, 12\].*flatten a batch",
+        ),
+        (
             lambda logits, mask: SamplingMask(mask.ids_Z, mask.offsets[:-1]),
             "offsets must ascend from 0 to 3",
         ),

@@ -126,6 +126,12 @@ def test_a_ratio_is_paired():
         ratio_interval("k2", on, other)
 
 
+def test_a_ratio_of_nothing_names_what_there_is():
+    found = measure_mismatch([-1.0, -2.0], [-1.0, -2.1])
+    with pytest.raises(ValueError, match=r"'K3' is no measure; give one of .*k3"):
+        ratio_interval("K3", found, found)
+
+
 def test_the_survival_curve_counts_tokens_at_or_above():
     size, share = survival(TRAIN, ROLLOUT, MASK)
     assert size == pytest.approx([0, LOG2, LOG2, LOG2, 2 * LOG2])

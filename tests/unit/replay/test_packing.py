@@ -318,3 +318,26 @@ def test_a_batch_of_pads_alone_needs_no_tokens():
     assert table.tokens(index, fill=7).tolist() == [[7, 7]]
     assert table.next(index).tolist() == [[-1, -1]]
     assert table.routes(index).has_row_N.tolist() == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([20, 7], r"sequence 0 have shape \[20\], but it has 7 tokens"),
+        ([8, 19], r"sequence 0 have shape \[8\]"),
+        ([7, 20, 0], "values of 3 sequences, not of 2"),
+        ([27], "values of 1 sequences"),
+    ],
+)
+def test_values_of_other_sequences_are_refused_though_their_sum_is_right(lengths, message):
+    table = TokenTable(some_sequences([7, 20]))
+    index = pad_right(table.indices())
+    values = [torch.arange(7.0), torch.arange(20.0)]
+    assert torch.equal(table.column(values, index)[0, :7], values[0])
+    with pytest.raises(ReplayError, match=message):
+        table.column([torch.zeros(length) for length in lengths], index)
+
+
+def test_a_text_is_no_sequence():
+    with pytest.raises(ReplayError, match="sequence 1 is text"):
+        TokenTable([[1, 2], "KING HENRY"])

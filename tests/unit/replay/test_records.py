@@ -201,7 +201,13 @@ def test_sglang_rows_that_are_too_few_or_of_other_layers():
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [("@@@", "no base64"), ("\u00e9AAA", "no base64"), ("AAAA", "3 bytes are no")],
+    [
+        ("@@@", "no base64"),
+        ("\u00e9AAA", "no base64"),
+        ("AAAA", "3 bytes are no"),
+        (None, "rows are None, not base64: .*aborted before its prompt"),
+        ([], "rows are a list"),
+    ],
 )
 def test_sglang_text_that_holds_no_ids(data, message):
     model = {"layer_ids": LAYERS, "num_experts": 8, "num_experts_per_tok": K}

@@ -164,6 +164,17 @@ def test_abort_of_what_waits_runs_or_is_retracted():
     assert outputs[running].usage.num_retractions == 1
 
 
+def test_abort_in_a_prompt_says_so():
+    """It had started, and yet nothing was generated."""
+    made = stepper(chunk_size=4)
+    long = made.add([5] * 24, max_new_tokens=4)
+    made.step()
+    made.step()
+    made.abort(long)
+    output = made.run()[long]
+    assert (output.finish.message, output.token_ids) == ("Aborted in its prompt", [])
+
+
 # -- plans ----------------------------------------------------------------------------------
 
 
