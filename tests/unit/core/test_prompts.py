@@ -158,7 +158,7 @@ def test_an_unknown_column_is_refused_and_a_doubled_one_is_one(maker):
     ):
         maker.make("a", None, capture=("tokens", "experts"))
     limits = Limits(vocab_size=320, context_len=64, columns=("tokens", "experts"))
-    with pytest.raises(RequestError, match="--capture experts,expert_weights$"):
+    with pytest.raises(RequestError, match=r"--capture experts,expert_weights$"):
         validated_capture(CaptureParams(columns=("expert_weights",)), prompt_len=1, limits=limits)
     for asked in ("tokens", ("tokens", "tokens")):
         assert maker.make("a", None, capture=asked).capture.columns == ("tokens",)
