@@ -210,14 +210,20 @@ def test_a_slow_reader_gets_all_it_missed_as_one_event(client):
 
 
 def test_who_leaves_is_aborted(client, remote):
+    """Else its tokens, as many as were asked for, would all be in the cache."""
+    until(lambda: is_idle(remote))
+    num_cached = remote.stats().num_cached_pages
+
     async def leave() -> None:
-        events = client.events(client.requests.make([5], ENDLESS))
+        events = client.events(client.requests.make([77], ENDLESS))
         await anext(events)
         until(lambda: remote.stats().num_running == 1)
         await events.aclose()
 
     run(leave())
     until(lambda: is_idle(remote))
+    num_whole = (ENDLESS.max_new_tokens or 0) // OPTIONS["page_size"]
+    assert remote.stats().num_cached_pages - num_cached < num_whole
 
 
 def test_abort_by_id_and_by_group(client, remote):
