@@ -5,7 +5,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.support.server import Server, read_events, right, start_server
+from tests.support.waiting import until
 
 LONG = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}  # many seconds
 ABANDONED = 'dovetail_generations_total{reason="abandoned"}'
@@ -33,13 +34,6 @@ def all_gone(narrow: Server) -> Iterator[None]:
     used = narrow.metric("dovetail_kv_free_pages") + narrow.metric("dovetail_kv_cached_pages")
     assert used == narrow.metric("dovetail_kv_pages") == 512
     assert narrow.generate(text="A", sampling_params={"max_new_tokens": 1})
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def abort(server: Server, **body: Any) -> None:
@@ -86,9 +80,9 @@ def test_b85_running_and_waiting_requests_keep_what_they_have(narrow: Server) ->
         streamed = pool.submit(stream, "run-stream")
         assert begun.acquire(timeout=20)
         plain = pool.submit(whole, "run")
-        wait_for(lambda: running(narrow) == 2)
+        until(lambda: running(narrow) == 2, seconds=20)
         waiting = [pool.submit(stream, "wait-stream"), pool.submit(whole, "wait")]
-        wait_for(lambda: narrow.metric("dovetail_waiting_sequences") == 2)
+        until(lambda: narrow.metric("dovetail_waiting_sequences") == 2, seconds=20)
         abort(narrow, rid="wait-stream")
         abort(narrow, rid="wait")
         for future in waiting:
@@ -105,7 +99,7 @@ def test_b81_one_label_twice(narrow: Server) -> None:
     body = {"text": "A", "sampling_params": LONG, "rid": "twin", "return_logprob": True}
     with ThreadPoolExecutor(2) as pool:
         twins = [pool.submit(lambda: narrow.generate(**body)) for _ in range(2)]
-        wait_for(lambda: running(narrow) == 2)
+        until(lambda: running(narrow) == 2, seconds=20)
         abort(narrow, rid="twi")  # no prefix
         time.sleep(0.1)
         assert not any(twin.done() for twin in twins)
@@ -131,8 +125,8 @@ def test_many_at_once(narrow: Server, words: dict[str, Any]) -> None:
                         rid=f"group-{index}", return_logprob=True)
             for index in range(6)
         ]  # fmt: skip
-        wait_for(lambda: running(narrow) == 2)
-        wait_for(lambda: narrow.metric("dovetail_waiting_sequences") >= 5)
+        until(lambda: running(narrow) == 2, seconds=20)
+        until(lambda: narrow.metric("dovetail_waiting_sequences") >= 5, seconds=20)
         abort(narrow, **words)
         for future in futures:
             reply = future.result(20)
@@ -188,8 +182,8 @@ def test_a_stream_whose_client_leaves_is_aborted(narrow: Server, path: str) -> N
     ):
         lines = reply.iter_lines()  # kept: if it is dropped, httpx closes the connection
         next(lines)
-        wait_for(lambda: running(narrow) == 2)
-    wait_for(lambda: narrow.metric(ABANDONED) == before + 2, seconds=3)
+        until(lambda: running(narrow) == 2, seconds=20)
+    until(lambda: narrow.metric(ABANDONED) == before + 2, seconds=3)
     narrow.wait_until_idle(seconds=3)
 
 
@@ -203,6 +197,6 @@ def test_a_client_that_leaves_before_its_answer(narrow: Server, num: int) -> Non
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((url.host, url.port), timeout=20) as sock:
         sock.sendall(head.encode() + body)
-        wait_for(lambda: running(narrow) == min(num, 2))
-    wait_for(lambda: narrow.metric(ABANDONED) == before + num, seconds=3)
+        until(lambda: running(narrow) == min(num, 2), seconds=20)
+    until(lambda: narrow.metric(ABANDONED) == before + num, seconds=3)
     narrow.wait_until_idle(seconds=3)

@@ -1,11 +1,9 @@
 """A server's life: flags, keys, a full queue, probes, and how it ends."""
 
 import json
-import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,17 +12,12 @@ import httpx
 import pytest
 
 from dovetail.cli import main
+from tests.support.processes import is_running
 from tests.support.server import Server, read_events, right, start_server
+from tests.support.waiting import until
 
 LONG = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}
 END_S = 6.5  # the promise is 5 s; the rest is Python's own end on a busy machine
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # -- start ----------------------------------------------------------------------------------
@@ -117,7 +110,7 @@ def test_a_full_queue_says_when_to_come_again(locked: Server) -> None:
     body = {"text": "A", "sampling_params": LONG, "rid": "long"}
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(locked.generate, **body) for _ in range(3)]
-        wait_for(lambda: locked.metric("dovetail_waiting_sequences") == 1)
+        until(lambda: locked.metric("dovetail_waiting_sequences") == 1, seconds=20)
         for stream in (False, True):
             for fields in ({"text": ["A", "B"]}, {"text": "A", "sampling_params": {"n": 2}}):
                 reply = locked.post("/generate", {**fields, "stream": stream})
@@ -128,7 +121,7 @@ def test_a_full_queue_says_when_to_come_again(locked: Server) -> None:
         num_prompt_tokens = locked.metric("dovetail_prompt_tokens_total")
         assert locked.post("/v1/chat/completions", chat).status_code == 429
         assert locked.metric("dovetail_prompt_tokens_total") == num_prompt_tokens
-        wait_for(lambda: locked.metric("dovetail_waiting_sequences") == 1)
+        until(lambda: locked.metric("dovetail_waiting_sequences") == 1, seconds=20)
         assert not any(future.done() for future in futures)
         assert locked.http.get("/health").status_code == 200
         locked.post("/abort_request", {"abort_all": True})
@@ -211,15 +204,6 @@ def ask(server: Server, index: int) -> str:
     return last["meta_info"]["finish_reason"]["type"]
 
 
-def is_alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{process_id}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_it_with_a_full_queue(number: int, code: int) -> None:
     """Every open request is answered, within seconds; no process stays."""
@@ -227,12 +211,12 @@ def test_a_signal_ends_it_with_a_full_queue(number: int, code: int) -> None:
         children = server.children()
         with ThreadPoolExecutor(16) as pool:
             futures: list[Future[str]] = [pool.submit(ask, server, index) for index in range(16)]
-            wait_for(lambda: server.metric("dovetail_waiting_sequences") == 14)
+            until(lambda: server.metric("dovetail_waiting_sequences") == 14, seconds=20)
             started = time.monotonic()
             assert server.end(number) == code
             assert time.monotonic() - started < END_S
             assert [future.result(5) for future in futures] == ["abort"] * 16
-        assert not any(map(is_alive, children))
+        assert not any(map(is_running, children))
         assert server.log.read_text() == ""
 
 
@@ -266,7 +250,7 @@ def test_a_second_interrupt_ends_it_at_once() -> None:
         children = server.children()
         with ThreadPoolExecutor(1) as pool:
             pool.submit(ask, server, 0)
-            wait_for(lambda: server.metric("dovetail_running_sequences") == 1)
+            until(lambda: server.metric("dovetail_running_sequences") == 1, seconds=20)
             server.process.send_signal(signal.SIGSTOP)  # so that both arrive together
             server.process.send_signal(signal.SIGINT)
             server.process.send_signal(signal.SIGTERM)
@@ -274,4 +258,4 @@ def test_a_second_interrupt_ends_it_at_once() -> None:
             started = time.monotonic()
             assert server.process.wait(5) == 130
             assert time.monotonic() - started < 2
-        wait_for(lambda: not any(map(is_alive, children)), seconds=5)
+        until(lambda: not any(map(is_running, children)), seconds=5)

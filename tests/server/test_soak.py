@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from tests.support.server import Server, read_events, right, start_server, strict_json
+from tests.support.waiting import until
 
 NUM_PAGES = 2048
 GOLDEN = {"text": "ROMEO\n", "sampling_params": {"temperature": 0, "max_new_tokens": 6}}
@@ -49,16 +50,9 @@ def is_whole(server: Server) -> bool:
 
 
 def check_unharmed(server: Server, seconds: float) -> None:
-    wait_for(lambda: is_whole(server), seconds)
+    until(lambda: is_whole(server), seconds=seconds)
     assert server.generate(**GOLDEN)["output_ids"] == GOLDEN_IDS
     assert server.http.get("/health").status_code == 200
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.02)
 
 
 def question(index: int, **sampling: Any) -> tuple[str, dict[str, Any]]:
@@ -213,10 +207,10 @@ def test_30_slow_readers_cost_little_and_hurt_nobody(crowded: Server) -> None:
     try:
         for sock in socks:
             sock.sendall(as_http("/generate", body))
-        wait_for(lambda: crowded.metric("dovetail_running_sequences") == 30, seconds=20)
+        until(lambda: crowded.metric("dovetail_running_sequences") == 30, seconds=20)
         for _ in range(10):  # beside them
             assert crowded.generate(**GOLDEN)["output_ids"] == GOLDEN_IDS
-        wait_for(lambda: is_whole(crowded), seconds=60)
+        until(lambda: is_whole(crowded), seconds=60)
         replies = [read_all(sock) for sock in socks]
     finally:
         for sock in socks:
@@ -278,7 +272,7 @@ def test_50_streams_of_an_engine_that_is_killed() -> None:
             for semaphore, num in ((refused, 20), (begun, 40)):
                 for _ in range(num):
                     assert semaphore.acquire(timeout=20)
-            wait_for(lambda: server.metric("dovetail_waiting_sequences") == 10, seconds=10)
+            until(lambda: server.metric("dovetail_waiting_sequences") == 10, seconds=10)
         finally:
             killed = time.monotonic()
             os.kill(engine_id, signal.SIGKILL)
@@ -306,7 +300,7 @@ def test_bodies_that_arrive_while_it_ends() -> None:
                 each.sendall(as_http("/generate", {"input_ids": [[1] * 2040] * 4000}))
             started = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: not is_listening(server), seconds=5)
+            until(lambda: not is_listening(server), seconds=5)
             sock.sendall(data[-10:])
             reply = bytearray()
             while part := sock.recv(1 << 16):

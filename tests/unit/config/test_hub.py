@@ -1,6 +1,5 @@
 """Where a model's folder is found: here, in the hub's cache, or on the hub, which no test asks."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import dovetail
 from dovetail.config.hub import EMBEDDED_MODEL, locate_model
 from dovetail.config.resolve import options_from, resolve
 from dovetail.errors import ConfigError
+from tests.support.processes import environment
 
 NAME = "some-org/Some-Model-0.6B"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -143,6 +143,6 @@ def test_the_package_is_not_loaded_unless_a_name_is_asked_for() -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(dovetail.__file__).parents[1])},
+        env=environment(),
     )
     assert done.stdout.strip() == "False", done.stderr

@@ -6,11 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import is_running
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 30
@@ -38,22 +39,6 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def lives(process_id: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has waited for does not."""
-    try:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_ends_it_ends_pip_and_all_that_pip_started(copy: Path, number: int) -> None:
     process = subprocess.Popen(
@@ -63,18 +48,18 @@ def test_what_ends_it_ends_pip_and_all_that_pip_started(copy: Path, number: int)
         stdout=subprocess.PIPE,
         text=True,
     )
-    wait_until((copy / "child").exists)
+    until((copy / "child").exists, seconds=WAIT_S)
     child = int((copy / "child").read_text())
     try:
-        assert lives(child)
+        assert is_running(child)
         process.send_signal(number)
         process.send_signal(number)
         said, _ = process.communicate(timeout=WAIT_S)
         assert process.returncode == 128 + number
         assert said.endswith("Interrupted; the next run starts afresh.\n") and "failed" not in said
-        wait_until(lambda: not lives(child))
+        until(lambda: not is_running(child), seconds=WAIT_S)
         assert not (copy / ".venv" / "installed.json").exists()
     finally:
         for process_id in (process.pid, child):
-            if lives(process_id):
+            if is_running(process_id):
                 os.kill(process_id, signal.SIGKILL)
