@@ -5,6 +5,9 @@
 1. Copies between host and device, waiting calls and allocations a step, of 200 steady decode steps
    and of 40 steps that each take a new prompt, as CUPTI saw them.
 2. Host microseconds of building and sending the packet, and of a whole step without its one wait.
+
+A host forgets while it waits for the GPU: beside these times stands what one query of the driver
+takes at once, and what it takes after 3 ms.
 """
 
 import argparse
@@ -30,7 +33,7 @@ from benchmarks.stepped import SteppedEngine
 from dovetail.exec.cuda.device import CudaEvent, CudaLane
 from dovetail.exec.readback import payload_layout
 
-STEADY, PROMPTS = 200, 40
+STEADY, PROMPTS, TIMED = 200, 40, 600
 WAITING = re.compile(r"cu\w*(Synchronize|MemcpyHtoD|MemcpyDtoH)(_v\d+)?|cudaMemcpy|cudaMemset")
 ALLOCATING = re.compile(r"cu(da)?(Malloc|Free|HostAlloc|FreeHost|MemAlloc|MemFree|HostRegister)\w*")
 
@@ -121,14 +124,19 @@ class Stopwatch:
         """Return the median in microseconds."""
         return round(1e6 * statistics.median(self.seconds[name]), 1)
 
+    def spread_us(self, name: str) -> list[float]:
+        """Return the microseconds that a tenth, half and nine tenths of the calls do not exceed."""
+        tenths = statistics.quantiles(self.seconds[name], n=10)
+        return [round(1e6 * tenths[i], 1) for i in (0, 4, 8)]
 
-def host_times(engine: SteppedEngine, num_steps: int = STEADY) -> dict[str, float]:
+
+def host_times(engine: SteppedEngine, num_steps: int = TIMED) -> dict[str, Any]:
     """Return microseconds of the parts of a steady step, medians; ``host`` has no wait.
 
     Parts of ``submit`` come from turns of their own: to watch a call costs it a microsecond or two.
     """
     executor: Any = engine.executor
-    runner, host = executor._runner, []
+    runner, host = executor._runner, list[float]()
     with Stopwatch() as watch:
         for owner, method, name in (
             (engine.scheduler, "plan", "plan"),
@@ -143,7 +151,9 @@ def host_times(engine: SteppedEngine, num_steps: int = STEADY) -> dict[str, floa
             engine.loop.step()
             taken = time.perf_counter() - started
             host.append(taken - sum(watch.seconds["wait"][num_waits:]))
-    parts = {name: watch.us(name) for name in watch.seconds}
+    watch.seconds["host"] = host
+    parts: dict[str, Any] = {name: watch.us(name) for name in watch.seconds}
+    parts |= {f"{name}, spread": watch.spread_us(name) for name in ("packet", "host")}
     with Stopwatch() as watch:
         for owner, method, name in (
             (executor._staging, "acquire", "packet: block"),
@@ -160,11 +170,29 @@ def host_times(engine: SteppedEngine, num_steps: int = STEADY) -> dict[str, floa
         for _ in range(num_steps):
             engine.loop.step()
     parts |= {name: watch.us(name) for name in watch.seconds}
-    parts |= packet_alone_us(engine)
-    return parts | {"host": round(1e6 * statistics.median(host), 1)}
+    return parts | packet_alone_us(engine) | query_us(engine)
 
 
-def packet_alone_us(engine: SteppedEngine, calls: int = 200) -> dict[str, float]:
+def query_us(engine: SteppedEngine, calls: int = 50) -> dict[str, float]:
+    """Return microseconds of a query of the driver, at once and after 3 ms of nothing."""
+    executor: Any = engine.executor
+    event = executor._device.compute.record()
+    event.wait()
+    found: dict[str, float] = {}
+    for name, idle in (("at once", 0.0), ("after 3 ms", 0.003)):
+        times = []
+        for _ in range(calls):
+            begin = time.perf_counter() + idle
+            while time.perf_counter() < begin:
+                pass
+            started = time.perf_counter()
+            assert event.has_happened
+            times.append(time.perf_counter() - started)
+        found[f"a query of the driver, {name}"] = round(1e6 * statistics.median(times), 1)
+    return found
+
+
+def packet_alone_us(engine: SteppedEngine, calls: int = 50) -> dict[str, float]:
     """Return microseconds of the newest plan's packet and of its parts, each in a loop."""
     executor: Any = engine.executor
     plan, result = engine.loop.inflight[-1].plan, executor._results._blocks[0]
@@ -177,22 +205,22 @@ def packet_alone_us(engine: SteppedEngine, calls: int = 200) -> dict[str, float]
         "packet: write": lambda: executor._writer.write(
             plan, words, result=0, copies=layout.copies
         ),
-        "packet: copy": lambda: compute.upload(block.host, block.device, 128),
+        "packet: copy": lambda: compute.upload(block, 128),
     }
     found: dict[str, float] = {}
     for name, run in parts.items():
+        torch.cuda.synchronize()  # a queue that is full holds the host up
         started = time.perf_counter()
         for _ in range(calls):
             run()
         taken = time.perf_counter() - started
-        torch.cuda.synchronize()
         found[f"{name}, again and again"] = round(1e6 * taken / calls, 1)
     return found
 
 
 def lines(engine: SteppedEngine, rows: int) -> list[dict[str, Any]]:
     """Measure, and return the lines."""
-    new_tokens = 128 + 4 * STEADY + 2 * PROMPTS
+    new_tokens = 128 + 2 * TIMED + 2 * STEADY + 2 * PROMPTS
     engine.fill(rows, 128, max_new_tokens=new_tokens)
     parts = host_times(engine)  # first: who has profiled once launches more slowly
     found: list[dict[str, Any]] = []
@@ -225,7 +253,7 @@ def main() -> None:
     model = {} if args.folder is None else {"model": str(args.folder)}
     engine = SteppedEngine(
         **model, device="cuda", max_running=args.rows + 8, prefix_cache=False, context_len=2048,
-        kv_memory="40GiB", chunk_size=2048 - args.rows - 8, capture=tuple(args.capture),
+        kv_memory="60GiB", chunk_size=2048 - args.rows - 8, capture=tuple(args.capture),
     )  # fmt: skip
     shape = "tiny-moe" if args.folder is None else args.folder.name
     about = describe_run(

@@ -15,8 +15,9 @@ from torch import Tensor
 from dovetail.exec.cuda.device import CudaLane
 from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.cuda.tenants import Tenants
+from dovetail.exec.device import TransferBlock
 from dovetail.exec.executor import Executor
-from dovetail.exec.ring import BlockRing, TransferBlock
+from dovetail.exec.ring import BlockRing
 from tests.device.sleepy import SleepyLane
 from tests.explore import mutants
 from tests.explore.mutants import after, before

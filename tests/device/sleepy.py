@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dovetail.exec.cuda.device import CudaDevice
-from dovetail.exec.device import Event, Lane
+from dovetail.exec.device import Event, Lane, TransferBlock
 from dovetail.exec.sim import POISON_BYTE
 
 CYCLES = (0, 1_000_000, 10_000_000)
@@ -38,15 +38,15 @@ class SleepyLane:
         self._sleep()
         self._lane.submit(fn, *args, reads=reads, writes=writes)
 
-    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+    def upload(self, block: TransferBlock, num_bytes: int) -> None:
         """Queue a sleep and the copy."""
         self._sleep()
-        self._lane.upload(host, device, num_bytes)
+        self._lane.upload(block, num_bytes)
 
-    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+    def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """Queue a sleep and the copy."""
         self._sleep()
-        self._lane.download(device, host, begin, end)
+        self._lane.download(block, begin, end)
 
     def _sleep(self) -> None:
         self.before_last = self._lane.record()

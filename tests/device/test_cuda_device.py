@@ -9,6 +9,7 @@ import torch
 from dovetail.errors import DeviceError, InvariantError
 from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.cuda.upload import staged_copies
+from dovetail.exec.ring import joint_blocks, paired_blocks
 
 pytestmark = pytest.mark.cuda
 
@@ -73,17 +74,17 @@ def test_host_blocks_have_their_exact_size_and_copies_do_not_wait(device: CudaDe
 
 def test_blocks_are_copied_at_once_in_order_on_any_thread(device: CudaDevice) -> None:
     """The driver's copies: they wait for their lane alone, and take a thread that is new here."""
-    block, back = device.host_block(1_000_003), device.host_block(1_000_003)
     target = device.device_block(1_000_003)
-    block.fill_(7)
+    block, back = joint_blocks(device, target, num_blocks=2)
+    block.host.fill_(7)
 
     def send() -> None:
         device.compute.submit(torch.cuda._sleep, 400_000_000)
-        device.compute.upload(block, target, 1_000_000)
+        device.compute.upload(block, 1_000_000)
         sent.append(device.compute.record())
 
     def send_from_nowhere() -> None:
-        device.compute.upload(block, target, 1_000_003)
+        device.compute.upload(block, 1_000_003)
 
     sent: list = []
     for work in (send_from_nowhere, send):
@@ -92,10 +93,11 @@ def test_blocks_are_copied_at_once_in_order_on_any_thread(device: CudaDevice) ->
         thread.join()
     assert not sent[0].has_happened  # the sleep is not over, and nobody waited for it
     device.copy.wait(sent[0])
-    device.copy.download(target, back, 5, 1_000_000)
+    device.copy.download(back, 5, 1_000_000)
     device.copy.record().wait()
     assert target.eq(7).all()
-    assert back[:5].eq(0).all() and back[5:-3].eq(7).all() and back[-3:].eq(0).all()
+    host = back.host
+    assert host[:5].eq(0).all() and host[5:-3].eq(7).all() and host[-3:].eq(0).all()
 
 
 def test_without_pinning_the_same_calls_give_the_same_bytes(
@@ -105,22 +107,22 @@ def test_without_pinning_the_same_calls_give_the_same_bytes(
         cudaHostRegister = staticmethod(lambda *args: 2)
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
-    block = device.host_block(4096)
+    target = device.device_block(4096)
+    (block,) = paired_blocks(device, [target])
     assert device.num_unpinned == 1
     monkeypatch.undo()
-    block.fill_(9)
-    target = device.device_block(4096)
-    device.compute.submit(lambda: target.copy_(block, non_blocking=True))
-    block.fill_(1)  # the copy was over when it returned
+    block.host.fill_(9)
+    device.compute.submit(lambda: target.copy_(block.host, non_blocking=True))
+    block.host.fill_(1)  # the copy was over when it returned
     device.compute.record().wait()
     assert target.eq(9).all()
-    device.compute.upload(block, target, 4096)
-    block.fill_(2)
+    device.compute.upload(block, 4096)
+    block.host.fill_(2)
     written = device.compute.record()
     device.copy.wait(written)
-    device.copy.download(target, block, 0, 4096)
+    device.copy.download(block, 0, 4096)
     device.copy.record().wait()
-    assert block.eq(1).all()
+    assert block.host.eq(1).all()
 
 
 def test_memory_that_is_pinned_already_is_refused_without_harm(

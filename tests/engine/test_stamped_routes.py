@@ -24,7 +24,7 @@ from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimDevice
 from dovetail.sched import captured as captured_module
 from dovetail.sched.captured import CapturedColumns
-from dovetail.sched.plan import PageWrites, Rows, SlotWrites, StepPlan, TokenWrites
+from dovetail.sched.plan import PAGE_COLUMNS, PageWrites, Rows, SlotWrites, StepPlan, TokenWrites
 from dovetail.sched.scheduler import Scheduler
 from dovetail.wire.request import CaptureParams
 from tests.support.stamps import DIGIT, LAYERS, MAX_POSITION, stamp_of, stepper_of
@@ -411,7 +411,7 @@ def test_pages_are_poisoned_in_a_step_without_rows(device):
             **{f.name: np.zeros(0, dtypes.get(f.name, "i4")) for f in dataclasses.fields(table)}
         )
     page = {"group": 0, "slot": 0, "index": 0, "page": 3, "is_fresh": 1}
-    writes = PageWrites(**{name: np.array([value], "i4") for name, value in page.items()})
+    writes = PageWrites(np.array([[page[name]] for name in PAGE_COLUMNS], "i4"))
     executor.submit(StepPlan(step_id=0, epoch=0, page_writes=writes, **none)).result()
     is_poison = (sidecar.rows == sidecar.spec.poison).flatten(1).all(1).tolist()
     assert is_poison == [12 <= slot < 16 for slot in range(len(is_poison))]

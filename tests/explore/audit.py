@@ -100,7 +100,7 @@ class PlanAudit:
             touched.read |= self._pages(tenant, readout.start, readout.end)
         for slot, generation in _columns(plan.slot_writes, "slot", "generation"):
             self._tenants[slot] = _Tenant(generation)
-        for slot, index, page in _columns(plan.page_writes, "slot", "index", "page"):
+        for _, slot, index, page, _ in plan.page_writes.columns.T.tolist():
             self._tenants[slot].pages[index] = page
         for row in _columns(plan.rows, "slot", "generation", "start", "width", "bound"):
             self._follow_row(touched, *row)
@@ -148,7 +148,7 @@ class PoisonedPages:
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Spoil the plan's new pages, but those of a prefix hit, and pass it on."""
-        pages = set(plan.page_writes.page.tolist()) - published_pages(self._ledger)
+        pages = set(plan.page_writes.column("page").tolist()) - published_pages(self._ledger)
         if pages:
             size = self._ledger.page_size
             slots = [page * size + offset for page in sorted(pages) for offset in range(size)]

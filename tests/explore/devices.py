@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dovetail.exec.device import CpuDevice, Device, Event, Lane, ThreadedCpuDevice
+from dovetail.exec.device import CpuDevice, Device, Event, Lane, ThreadedCpuDevice, TransferBlock
 from dovetail.exec.sim import POISON_BYTE, SimDevice
 
 
@@ -29,15 +29,15 @@ class SlowLane:
         self._nap()
         self._lane.submit(fn, *args, reads=reads, writes=writes)
 
-    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+    def upload(self, block: TransferBlock, num_bytes: int) -> None:
         """Queue the copy, sometimes behind a nap."""
         self._nap()
-        self._lane.upload(host, device, num_bytes)
+        self._lane.upload(block, num_bytes)
 
-    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+    def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """Queue the copy, sometimes behind a nap."""
         self._nap()
-        self._lane.download(device, host, begin, end)
+        self._lane.download(block, begin, end)
 
     def _nap(self) -> None:
         if self._random.random() < 0.3:

@@ -16,11 +16,11 @@ from torch import Tensor
 from dovetail.attention.paged import DecodeGroup
 from dovetail.cache.ledger import Holding, KVLedger
 from dovetail.exec import batch, executor, runner
-from dovetail.exec.device import Event, Lane, download
+from dovetail.exec.device import Event, Lane, TransferBlock, download
 from dovetail.exec.executor import Executor
 from dovetail.exec.packet import read_packet
 from dovetail.exec.readback import RESULT_WORDS, PayloadLayout
-from dovetail.exec.ring import BlockRing, TransferBlock, joint_blocks, paired_blocks
+from dovetail.exec.ring import BlockRing, joint_blocks, paired_blocks
 from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimLane
 from dovetail.sched import plan as plan_module
@@ -154,8 +154,8 @@ def copy_lane_declares_state(patch: MonkeyPatch) -> None:
         def submit(self, fn: Any, *args: Any, reads: tuple = (), writes: tuple = ()) -> None:
             self._lane.submit(fn, *args, reads=(*reads, self._state), writes=writes)
 
-        def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
-            self.submit(download, device, host, begin, end, reads=(device,), writes=(host,))
+        def download(self, block: TransferBlock, begin: int, end: int) -> None:
+            self.submit(download, block, begin, end, reads=(block.device,), writes=(block.host,))
 
         def record(self) -> Event:
             return self._lane.record()

@@ -17,9 +17,9 @@ from dovetail.exec.cuda.profile import rehearsed_sizes
 from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.cuda.shaped import ShapedDraws
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors
-from dovetail.exec.device import CpuDevice
+from dovetail.exec.device import CpuDevice, TransferBlock
 from dovetail.exec.executor import Executor
-from dovetail.exec.ring import BlockRing, TransferBlock
+from dovetail.exec.ring import BlockRing
 from dovetail.kernels.ref.backend import RefKernels
 from dovetail.kernels.triton.backend import TritonKernels
 from dovetail.kernels.triton.tiles import TileTable

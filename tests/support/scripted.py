@@ -198,9 +198,8 @@ class PagedFake:
         new = plan.slot_writes
         for slot, sample_index in zip(new.slot.tolist(), new.sample_index.tolist(), strict=True):
             self._slots[slot] = _Slot(sample_index=sample_index)
-        writes = plan.page_writes
-        for slot, index, page in zip(writes.slot, writes.index, writes.page, strict=True):
-            self._slots[slot].table[int(index)] = int(page)
+        for _, slot, index, page, _ in plan.page_writes.columns.T.tolist():
+            self._slots[slot].table[index] = page
         uploaded = deque(plan.token_ids.tolist())
         rows = plan.rows
         scores, targets = deque(plan.scores), deque(plan.targets.tolist())

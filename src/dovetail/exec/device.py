@@ -1,4 +1,4 @@
-"""Lanes, events and host blocks: all that the executor may assume of a device.
+"""Lanes, events and blocks that are moved: all that the executor may assume of a device.
 
 Owns the rule that *all* device work is submitted to a lane, as a function or as a copy: a
 lane is an ordered queue of work, lanes are ordered among each other only by events. Must
@@ -15,7 +15,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.errors import DeviceError
@@ -36,6 +38,43 @@ class Event(Protocol):
         ...
 
 
+class TransferBlock:
+    """Host memory and device memory of the same size, moved together.
+
+    Attributes:
+        index: of the block in its ring.
+        host: uint8, see ``Device.host_block``.
+        device: uint8, on the device.
+        owned: the memory that belongs to the block's user alone.
+        words: int32 view of ``host`` for the present user of the block.
+        host_address, device_address: where they lie, for lanes that copy by address.
+        num_bytes: size of either.
+        in_use: between ``BlockRing.acquire`` and ``BlockRing.release``.
+    """
+
+    def __init__(self, index: int, host: Tensor, device: Tensor, owned: tuple[Tensor, ...]) -> None:
+        self.index = index
+        self.host = host
+        self.device = device
+        self.owned = owned
+        self.host_address = host.data_ptr()
+        self.device_address = device.data_ptr()
+        self.num_bytes = len(host)
+        self._host_words = host.numpy().view(np.int32)  # once: ``numpy()`` is a torch op
+        self.words = self.open()
+        self.fence: Event | None = None
+        self.in_use = False
+
+    def open(self) -> NDArray[np.int32]:
+        """Give the host side to a new user, writable."""
+        self.words = self._host_words.view()
+        return self.words
+
+    def freeze(self) -> None:
+        """Make ``words`` read-only: a write after sending raises ValueError."""
+        self.words.setflags(write=False)
+
+
 class Lane(Protocol):
     """An ordered queue of device work."""
 
@@ -53,12 +92,12 @@ class Lane(Protocol):
         """
         ...
 
-    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
-        """Queue a copy of the first bytes of a host block to device memory."""
+    def upload(self, block: TransferBlock, num_bytes: int) -> None:
+        """Queue a copy of a block's first bytes from the host to the device."""
         ...
 
-    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
-        """Queue a copy of a range of bytes of device memory to the same range of a host block."""
+    def download(self, block: TransferBlock, begin: int, end: int) -> None:
+        """Queue a copy of a range of a block's bytes from the device to the host."""
         ...
 
     def record(self) -> Event:
@@ -103,14 +142,14 @@ class Device(Protocol):
         ...
 
 
-def upload(host: Tensor, device: Tensor, num_bytes: int) -> None:
+def upload(block: TransferBlock, num_bytes: int) -> None:
     """Copy, as work of a lane that has no better way."""
-    device[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
+    block.device[:num_bytes].copy_(block.host[:num_bytes], non_blocking=True)
 
 
-def download(device: Tensor, host: Tensor, begin: int, end: int) -> None:
+def download(block: TransferBlock, begin: int, end: int) -> None:
     """Copy, as work of a lane that has no better way."""
-    host[begin:end].copy_(device[begin:end], non_blocking=True)
+    block.host[begin:end].copy_(block.device[begin:end], non_blocking=True)
 
 
 class _DoneEvent:
@@ -133,13 +172,13 @@ class InlineLane:
         """Run ``fn(*args)``."""
         fn(*args)
 
-    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+    def upload(self, block: TransferBlock, num_bytes: int) -> None:
         """See ``Lane``."""
-        self.submit(upload, host, device, num_bytes, reads=(host,), writes=(device,))
+        self.submit(upload, block, num_bytes, reads=(block.host,), writes=(block.device,))
 
-    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+    def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """See ``Lane``."""
-        self.submit(download, device, host, begin, end, reads=(device,), writes=(host,))
+        self.submit(download, block, begin, end, reads=(block.device,), writes=(block.host,))
 
     def record(self) -> Event:
         """Return an event that has happened."""
@@ -213,13 +252,13 @@ class ThreadLane:
         """Queue ``fn(*args)``."""
         self._work.put(lambda: fn(*args))
 
-    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+    def upload(self, block: TransferBlock, num_bytes: int) -> None:
         """See ``Lane``."""
-        self.submit(upload, host, device, num_bytes, reads=(host,), writes=(device,))
+        self.submit(upload, block, num_bytes, reads=(block.host,), writes=(block.device,))
 
-    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+    def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """See ``Lane``."""
-        self.submit(download, device, host, begin, end, reads=(device,), writes=(host,))
+        self.submit(download, block, begin, end, reads=(block.device,), writes=(block.host,))
 
     def record(self) -> Event:
         """Return an event that the thread sets when it gets there."""

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.blocks import StepBlocks, num_step_blocks, payload_bytes
-from dovetail.exec.device import Device, Event
+from dovetail.exec.device import Device, Event, TransferBlock
 from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.pending import PendingStep
 from dovetail.exec.readback import Bytes, PayloadLayout, payload_layout, read_result, read_rows
-from dovetail.exec.ring import BlockRing, TransferBlock, joint_blocks, paired_blocks
+from dovetail.exec.ring import BlockRing, joint_blocks, paired_blocks
 from dovetail.sched.plan import ReadRows, StepPlan, StepResult
 
 
@@ -149,7 +149,7 @@ class Executor:
         block = self._staging.acquire()
         num_words = self._writer.write(plan, block.words, result=result.index, copies=layout.copies)
         block.freeze()
-        self._device.compute.upload(block.host, block.device, 4 * num_words)
+        self._device.compute.upload(block, 4 * num_words)
         return block
 
     def _submit_readouts(
@@ -180,7 +180,7 @@ class Executor:
         return copy.record()
 
     def _download(self, block: TransferBlock, begin: int, end: int) -> None:
-        self._device.copy.download(block.device, block.host, begin, end)
+        self._device.copy.download(block, begin, end)
 
     def _read(
         self,

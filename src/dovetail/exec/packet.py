@@ -3,15 +3,15 @@
 Owns its layout: a static schema of tables of int32-wide columns, each table at a 16-byte aligned
 offset and its columns one after the other, and a header that holds scalars and each table's offset
 and length: 0 and 0 of a table that has nothing. Each column of the rows is a table of its own, left
-out if it is that of the step before. Only the used prefix is sent. Joined as bytes and written in
-one go: once a step, each call finds its code and data gone from the processor's caches, and one of
-numpy has much of both. No tensors here.
+out if it is that of the step before. Only the used prefix is sent. No tensors here.
+
+Written once a step, with most code and data gone from the processor's caches: what counts is how
+many places of memory the writer touches.
 """
 
 import dataclasses
 from dataclasses import dataclass
-from struct import Struct
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from dovetail.sched.plan import (
     NO_PAGES,
     NO_SLOTS,
     NO_TOKENS,
+    PAGE_COLUMNS,
     Rows,
     SlotWrites,
     StepPlan,
@@ -32,15 +33,11 @@ from dovetail.sched.plan import (
 )
 
 Words = NDArray[np.int32]
-Tables = list[tuple[str, tuple[Words, ...]]]
-"""Names of tables, and their columns."""
 
 SCALARS = ("num_rows", "num_tokens", "result")
 _ALIGN_WORDS = 4
-_PADDING = tuple(bytes(4 * num_words) for num_words in range(_ALIGN_WORDS))
+"""A power of two."""
 ROW_COLUMNS = ("slot", "generation", "start", "width", "bound", "samples")
-_ROW_TABLES = tuple((f"rows.{name}", name) for name in ROW_COLUMNS)
-_PAGE_COLUMNS = ("group", "slot", "index", "page", "is_fresh")
 _SLOT_COLUMNS = tuple(item.name for item in dataclasses.fields(SlotWrites) if item.name != "seed")
 _TOKEN_COLUMNS = tuple(item.name for item in dataclasses.fields(TokenWrites))
 
@@ -62,9 +59,14 @@ class Table:
     max_len: int
 
     @property
+    def num_columns(self) -> int:
+        """How many there are."""
+        return max(1, len(self.columns))
+
+    @property
     def max_words(self) -> int:
         """Most words of the table."""
-        return max(1, len(self.columns)) * self.max_len
+        return self.num_columns * self.max_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,9 @@ def packet_schema(config: EngineConfig) -> PacketSchema:
     rows, pages = config.max_running, config.max_pages_per_sequence + config.max_running
     return PacketSchema(
         (
-            *(Table(table, (), rows) for table, _ in _ROW_TABLES),
+            *(Table(f"rows.{name}", (), rows) for name in ROW_COLUMNS),
             Table("token_ids", (), config.max_step_tokens),
-            Table("pages", _PAGE_COLUMNS, pages),
+            Table("pages", PAGE_COLUMNS, pages),
             Table("slots", _SLOT_COLUMNS, rows),
             Table("seeds", (), 2 * rows),
             Table("tokens", _TOKEN_COLUMNS, 2 * MAX_BIASES),
@@ -114,12 +116,18 @@ class PacketWriter:
 
     def __init__(self, schema: PacketSchema) -> None:
         self._begin = schema.header_words
-        heads = schema.heads
-        self._heads = {table.name: (heads[table.name], table.max_len) for table in schema.tables}
-        self._empty = [0] * (2 * len(schema.tables))
-        num_used = len(SCALARS) + len(self._empty)
-        self._header = Struct(f"{num_used}i{4 * (self._begin - num_used)}x")
+        places = {
+            table.name: _Place(
+                table.name, schema.heads[table.name], table.num_columns, table.max_len
+            )
+            for table in schema.tables
+        }
+        self._rows = tuple(places[f"rows.{name}"] for name in ROW_COLUMNS)
+        self._token_ids, self._targets = places["token_ids"], places["targets"]
+        self._pages, self._copies = places["pages"], places["copies"]
+        self._slots, self._seeds, self._tokens = places["slots"], places["seeds"], places["tokens"]
         self._last_rows: Rows | None = None
+        self._last_columns: tuple[Words | None, ...] = (None,) * len(ROW_COLUMNS)
 
     def write(
         self, plan: StepPlan, words: Words, *, result: int, copies: Words = _NO_COPIES
@@ -135,67 +143,59 @@ class PacketWriter:
         Raises:
             InvariantError: the plan is larger than the configuration allows.
         """
-        header = [len(plan.rows.slot), plan.num_tokens, result, *self._empty]
-        begin = self._begin
-        parts: list[Any] = [b""]  # bytes, and arrays as they lie
-        for name, columns in self._tables_of(plan, copies):
-            head, most = self._heads[name]
-            length = len(columns[0])
-            if length > most:
-                raise InvariantError(f"a plan has {length} words of {name}; at most {most} fit")
-            header[head], header[head + 1] = begin, length
-            end = begin + len(columns) * length
-            num_padding = -end % _ALIGN_WORDS
-            parts += columns
-            parts.append(_PADDING[num_padding])
-            begin = end + num_padding
-        parts[0] = self._header.pack(*header)
-        words.data.cast("B")[: 4 * begin] = b"".join(parts)
-        return begin
+        end = self._begin
+        words[:end] = 0
+        words[0], words[1], words[2] = len(plan.rows), plan.num_tokens, result
+        if plan.rows is not self._last_rows and len(plan.rows):
+            end = self._put_rows(words, end, plan.rows)  # read-outs alone leave what there is
+        if plan.token_ids is not NO_IDS:
+            end = _put(words, end, self._token_ids, plan.token_ids)
+        if plan.page_writes is not NO_PAGES:
+            end = _put(words, end, self._pages, plan.page_writes.columns.reshape(-1))
+        if plan.slot_writes is not NO_SLOTS:
+            end = _put(words, end, self._slots, _joined(plan.slot_writes, _SLOT_COLUMNS))
+            end = _put(words, end, self._seeds, plan.slot_writes.seed.view(np.int32))
+        if plan.token_writes is not NO_TOKENS:
+            end = _put(words, end, self._tokens, _joined(plan.token_writes, _TOKEN_COLUMNS))
+        if plan.targets is not NO_IDS:
+            end = _put(words, end, self._targets, plan.targets)
+        if copies.size:
+            end = _put(words, end, self._copies, copies.reshape(-1))
+        return end
 
-    def _tables_of(self, plan: StepPlan, copies: Words) -> Tables:
-        """Return what a plan has, and the device has not from the step before."""
-        tables: Tables = []
-        rows, last = plan.rows, self._last_rows
-        if rows is not last and len(rows.slot):  # read-outs alone leave what the device has
-            self._last_rows = rows
-            for table, name in _ROW_TABLES:
-                column = getattr(rows, name)
-                if last is None or column is not getattr(last, name):
-                    tables.append((table, (column,)))
-        return tables + _changes(plan, copies)
-
-
-def _changes(plan: StepPlan, copies: Words) -> Tables:
-    """Return the tables that a plan has something of, rows apart."""
-    tables: Tables = []
-    if plan.token_ids is not NO_IDS:
-        tables.append(("token_ids", (plan.token_ids,)))
-    if plan.page_writes is not NO_PAGES:
-        tables.append(("pages", _page_columns(plan)))
-    if plan.slot_writes is not NO_SLOTS:
-        tables.append(("slots", _slot_columns(plan)))
-        tables.append(("seeds", (plan.slot_writes.seed.view(np.int32),)))
-    if plan.token_writes is not NO_TOKENS:
-        tables.append(("tokens", _token_columns(plan)))
-    if plan.targets is not NO_IDS:
-        tables.append(("targets", (plan.targets,)))
-    if copies.size:
-        tables.append(("copies", tuple(copies)))
-    return tables
+    def _put_rows(self, words: Words, end: int, rows: Rows) -> int:
+        """Write the columns that are not those of the step before."""
+        columns = (rows.slot, rows.generation, rows.start, rows.width, rows.bound, rows.samples)
+        for place, column, last in zip(self._rows, columns, self._last_columns, strict=True):
+            if column is not last:
+                end = _put(words, end, place, column)
+        self._last_rows, self._last_columns = rows, columns
+        return end
 
 
-def _page_columns(plan: StepPlan) -> tuple[Words, ...]:
-    writes = plan.page_writes
-    return (writes.group, writes.slot, writes.index, writes.page, writes.is_fresh)
+class _Place(NamedTuple):
+    """What a writer must know of a table: its word of the header, and what fits into it."""
+
+    name: str
+    head: int
+    num_columns: int
+    max_len: int
 
 
-def _slot_columns(plan: StepPlan) -> tuple[Words, ...]:
-    return tuple(getattr(plan.slot_writes, name).view(np.int32) for name in _SLOT_COLUMNS)
+def _put(words: Words, begin: int, place: _Place, values: Words) -> int:
+    """Write a table, all columns in a row, and return where the next one may begin."""
+    name, head, num_columns, max_len = place
+    length = len(values) // num_columns
+    if length > max_len:
+        raise InvariantError(f"a plan has {length} words of {name}; at most {max_len} fit")
+    end = begin + len(values)
+    words[head], words[head + 1] = begin, length
+    words[begin:end] = values
+    return _aligned(end)
 
 
-def _token_columns(plan: StepPlan) -> tuple[Words, ...]:
-    return tuple(getattr(plan.token_writes, name).view(np.int32) for name in _TOKEN_COLUMNS)
+def _joined(writes: SlotWrites | TokenWrites, columns: tuple[str, ...]) -> Words:
+    return np.concatenate([getattr(writes, name).view(np.int32) for name in columns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,4 +231,4 @@ def read_packet(schema: PacketSchema, words: Words) -> PacketView:
 
 
 def _aligned(num_words: int) -> int:
-    return -(-num_words // _ALIGN_WORDS) * _ALIGN_WORDS
+    return (num_words + _ALIGN_WORDS - 1) & -_ALIGN_WORDS

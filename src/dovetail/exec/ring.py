@@ -2,46 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.errors import InvariantError
-from dovetail.exec.device import Device, Event
-
-
-class TransferBlock:
-    """Host memory and device memory of the same size, moved together.
-
-    Attributes:
-        index: of the block in its ring.
-        host: uint8, see ``Device.host_block``.
-        device: uint8, on the device.
-        owned: the memory that belongs to the block's user alone.
-        words: int32 view of ``host`` for the present user of the block.
-        num_bytes: size of either.
-        in_use: between ``BlockRing.acquire`` and ``BlockRing.release``.
-    """
-
-    def __init__(self, index: int, host: Tensor, device: Tensor, owned: tuple[Tensor, ...]) -> None:
-        self.index = index
-        self.host = host
-        self.device = device
-        self.owned = owned
-        self.num_bytes = len(host)
-        self._host_words = host.numpy().view(np.int32)  # once: ``numpy()`` is a torch op
-        self.words = self.open()
-        self.fence: Event | None = None
-        self.in_use = False
-
-    def open(self) -> NDArray[np.int32]:
-        """Give the host side to a new user, writable."""
-        self.words = self._host_words.view()
-        return self.words
-
-    def freeze(self) -> None:
-        """Make ``words`` read-only: a write after sending raises ValueError."""
-        self.words.setflags(write=False)
+from dovetail.exec.device import Device, Event, TransferBlock
 
 
 def paired_blocks(device: Device, memories: Iterable[Tensor]) -> list[TransferBlock]:

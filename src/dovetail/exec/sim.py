@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import DeviceError, InvariantError
-from dovetail.exec.device import Event, Lane, download, upload
+from dovetail.exec.device import Event, Lane, TransferBlock, download, upload
 from dovetail.exec.memory import TaggedMemory, host_memory
 
 POISON_BYTE = 0xA5
@@ -55,13 +55,13 @@ class SimLane:
         self._items.append(lambda: fn(*args))
         self._device.run_some()
 
-    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+    def upload(self, block: TransferBlock, num_bytes: int) -> None:
         """See ``Lane``."""
-        self.submit(upload, host, device, num_bytes, reads=(host,), writes=(device,))
+        self.submit(upload, block, num_bytes, reads=(block.host,), writes=(block.device,))
 
-    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+    def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """See ``Lane``."""
-        self.submit(download, device, host, begin, end, reads=(device,), writes=(host,))
+        self.submit(download, block, begin, end, reads=(block.device,), writes=(block.host,))
 
     def record(self) -> Event:
         """Return the present end of the queue."""

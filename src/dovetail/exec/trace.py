@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from dovetail.exec.device import Device, Event, Lane, download, upload
+from dovetail.exec.device import Device, Event, Lane, TransferBlock, download, upload
 
 Stamp = TypeVar("Stamp")
 
@@ -136,13 +136,13 @@ class TracedLane:
         """Queue ``fn(*args)``; see ``Lane``."""
         self._lane.submit(self._recorder.work(self._name, fn), *args, reads=reads, writes=writes)
 
-    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+    def upload(self, block: TransferBlock, num_bytes: int) -> None:
         """See ``Lane``."""
-        self.submit(upload, host, device, num_bytes, reads=(host,), writes=(device,))
+        self.submit(upload, block, num_bytes, reads=(block.host,), writes=(block.device,))
 
-    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+    def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """See ``Lane``."""
-        self.submit(download, device, host, begin, end, reads=(device,), writes=(host,))
+        self.submit(download, block, begin, end, reads=(block.device,), writes=(block.host,))
 
     def record(self) -> Event:
         """See ``Lane``."""

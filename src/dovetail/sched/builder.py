@@ -178,9 +178,8 @@ def _ids(values: list[int]) -> NDArray[np.int32]:
 
 def _page_writes(entries: list[tuple[int, int, int, int, int]]) -> PageWrites:
     # By way of array: numpy takes three times as long to read a list of ints.
-    pages = np.array(array("i", chain.from_iterable(entries)), dtype=np.int32).reshape(-1, 5)
-    group, slot, index, page, is_fresh = pages.T.copy()
-    return PageWrites(group=group, slot=slot, index=index, page=page, is_fresh=is_fresh)
+    values = np.array(array("i", chain.from_iterable(entries)), dtype=np.int32)
+    return PageWrites(values.reshape(len(entries), -1).T.copy())
 
 
 def _slot_writes(tenants: list[Sequence]) -> SlotWrites:

@@ -95,30 +95,33 @@ class Rows:
 ROW_FIELDS = tuple(field.name for field in fields(Rows))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PageWrites:
     """Changes of the device's page tables, applied before the forward.
 
+    Most steps of many rows have some, so they are one array: that is copied in one go.
+
     Attributes:
-        group: int32 [N], index of the KV group.
-        slot: int32 [N], whose table.
-        index: int32 [N], position in the table.
-        page: int32 [N], the page id to write there.
-        is_fresh: int32 [N], 1 for a page from the free list, whose side data is a stranger's
-            and is forgotten; 0 for one that a prefix hit shares.
+        columns: int32 [5, N], those of ``PAGE_COLUMNS``. Index of the KV group; the slot, whose
+            table it is; position in the table; the page id to write there; 1 for a page from the
+            free list, whose side data is a stranger's and is forgotten, 0 for one that a prefix
+            hit shares.
     """
 
-    group: NDArray[np.int32]
-    slot: NDArray[np.int32]
-    index: NDArray[np.int32]
-    page: NDArray[np.int32]
-    is_fresh: NDArray[np.int32]
+    columns: NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        _freeze(*(getattr(self, name) for name in self.__slots__))
+        _freeze(self.columns)
 
     def __len__(self) -> int:
-        return len(self.slot)
+        return self.columns.shape[1]
+
+    def column(self, name: str) -> NDArray[np.int32]:
+        """Return one of ``PAGE_COLUMNS``, int32 [N]."""
+        return self.columns[PAGE_COLUMNS.index(name)]
+
+
+PAGE_COLUMNS = ("group", "slot", "index", "page", "is_fresh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +243,7 @@ class TokenScores:
 # Most plans change nothing. These are frozen, so plans share them, and whoever asks whether a plan
 # changes something asks whether it has another.
 NO_IDS, _NO_FLOATS = _no_ids(), _no_logprobs()
-NO_PAGES = PageWrites(group=NO_IDS, slot=NO_IDS, index=NO_IDS, page=NO_IDS, is_fresh=NO_IDS)
+NO_PAGES = PageWrites(np.zeros((len(PAGE_COLUMNS), 0), dtype=np.int32))
 NO_SLOTS = SlotWrites(
     slot=NO_IDS,
     generation=NO_IDS,

@@ -1,5 +1,6 @@
-"""A CUDA lane without a GPU: what it makes of the errors of its work."""
+"""A CUDA lane without a GPU: what it copies, and what it makes of the errors of its work."""
 
+import ctypes
 import threading
 from types import SimpleNamespace
 
@@ -8,15 +9,42 @@ import torch
 
 from dovetail.errors import DeviceError
 from dovetail.exec.cuda.device import CudaLane
+from dovetail.exec.device import CpuDevice
+from dovetail.exec.ring import paired_blocks
+
+STREAM = 7
+
+
+class CopiesAtOnce:
+    """The driver's copies, of the host's own memory."""
+
+    def upload(self, host: int, device: int, num_bytes: int, stream: int) -> None:
+        assert stream == STREAM
+        ctypes.memmove(device, host, num_bytes)
+
+    def download(self, device: int, host: int, num_bytes: int, stream: int) -> None:
+        assert stream == STREAM
+        ctypes.memmove(host, device, num_bytes)
 
 
 @pytest.fixture
 def lane(monkeypatch) -> CudaLane:
     """A lane whose stream is already that of this thread."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=1))
-    lane = CudaLane("compute", torch.device("cuda", 0), SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    lane = CudaLane("compute", torch.device("cuda", 0), CopiesAtOnce())
     lane._adopted = threading.get_ident()
     return lane
+
+
+def test_a_block_is_moved_in_part_each_way(lane):
+    device = CpuDevice()
+    (block,) = paired_blocks(device, [device.device_block(12)])
+    block.host.copy_(torch.arange(12))
+    lane.upload(block, 8)
+    assert block.device.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 0, 0]
+    block.device.copy_(torch.arange(12) + 20)
+    lane.download(block, 3, 9)
+    assert block.host.tolist() == [0, 1, 2, 23, 24, 25, 26, 27, 28, 9, 10, 11]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dovetail.exec.readback import COPY_COLUMNS, payload_layout
 from dovetail.sched.plan import (
     FROM_DEVICE,
     MAX_BIASES,
+    PAGE_COLUMNS,
     PageWrites,
     Readout,
     Rows,
@@ -26,7 +27,6 @@ CONFIG = plain_config(context_len=32, page_size=4, chunk_size=8, max_running=4)
 SCHEMA = packet_schema(CONFIG)
 MAX_PAGES = CONFIG.max_pages_per_sequence + CONFIG.max_running
 ROW_FIELDS = Rows.__dataclass_fields__
-PAGE_FIELDS = PageWrites.__dataclass_fields__
 SLOT_FIELDS = SlotWrites.__dataclass_fields__
 TOKEN_FIELDS = TokenWrites.__dataclass_fields__
 FLOATS = (
@@ -63,7 +63,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         epoch=0,
         rows=Rows(**rows),
         token_ids=bits(num_tokens),
-        page_writes=PageWrites(**{name: bits(num_pages) for name in PAGE_FIELDS}),
+        page_writes=PageWrites(bits(len(PAGE_COLUMNS) * num_pages).reshape(len(PAGE_COLUMNS), -1)),
         slot_writes=SlotWrites(
             **{name: bits(num_slots, SLOT_DTYPES.get(name, "i4")) for name in SLOT_FIELDS}
         ),
@@ -81,6 +81,11 @@ def token_zeros(num: int = 0) -> TokenWrites:
     )
 
 
+def page_zeros(num: int = 0) -> PageWrites:
+    """As many writes of zeros."""
+    return PageWrites(np.zeros((len(PAGE_COLUMNS), num), dtype=np.int32))
+
+
 def decode_plan(num_rows: int = 3) -> StepPlan:
     """A steady step: decode rows, and nothing new."""
     rows = {name: np.ones(num_rows, dtype=np.int32) for name in ROW_FIELDS}
@@ -92,7 +97,7 @@ def decode_plan(num_rows: int = 3) -> StepPlan:
         epoch=0,
         rows=Rows(**rows),
         token_ids=np.zeros(0, dtype=np.int32),
-        page_writes=PageWrites(**{n: np.zeros(0, dtype=np.int32) for n in PAGE_FIELDS}),
+        page_writes=page_zeros(),
         slot_writes=SlotWrites(**empty),
         token_writes=token_zeros(),
     )
@@ -118,8 +123,8 @@ def test_a_plan_is_read_as_it_was_written(written):
         assert (packet.num_rows, packet.num_tokens) == (len(plan.rows), plan.num_tokens)
         assert packet.result == result
         assert same_bits(packet.fields["token_ids"], plan.token_ids)
-        for name in PAGE_FIELDS:
-            assert same_bits(packet.fields[f"pages.{name}"], getattr(plan.page_writes, name))
+        for name in PAGE_COLUMNS:
+            assert same_bits(packet.fields[f"pages.{name}"], plan.page_writes.column(name))
         for name in SLOT_FIELDS:
             field = "seeds" if name == "seed" else f"slots.{name}"
             assert same_bits(packet.fields[field], getattr(plan.slot_writes, name))
@@ -231,7 +236,7 @@ def test_a_plan_that_is_too_large_is_our_own_fault(field, too_many):
     parts = {
         "rows": Rows(**{n: np.ones(too_many, dtype=np.int32) for n in ROW_FIELDS}),
         "token_ids": np.zeros(too_many, dtype=np.int32),
-        "page_writes": PageWrites(**{n: np.zeros(too_many, dtype=np.int32) for n in PAGE_FIELDS}),
+        "page_writes": page_zeros(too_many),
         "slot_writes": SlotWrites(
             **{n: np.zeros(too_many, dtype=SLOT_DTYPES.get(n, "i4")) for n in SLOT_FIELDS}
         ),
@@ -250,7 +255,7 @@ def test_plans_are_frozen():
     arrays = (
         plan.rows.slot,
         plan.token_ids,
-        plan.page_writes.page,
+        plan.page_writes.columns,
         plan.slot_writes.seed,
         plan.token_writes.value,
         plan.targets,

@@ -284,5 +284,5 @@ def test_pages_are_told_once():
     submit = made.executor.submit
     made.executor.submit = lambda plan: (writes.append(plan.page_writes), submit(plan))[1]
     made.run()
-    told = [index for write in writes for index in write.index.tolist()]
+    told = [index for write in writes for index in write.column("index").tolist()]
     assert told == [0, 1, 2, 3]

@@ -17,7 +17,7 @@ from torch import Tensor
 from dovetail.errors import DeviceError, InvariantError
 from dovetail.exec.cuda.calls import DriverCalls, driver_calls
 from dovetail.exec.cuda.driver import tagged_memory
-from dovetail.exec.device import WAIT_SECONDS, Event, Lane
+from dovetail.exec.device import WAIT_SECONDS, Event, Lane, TransferBlock
 from dovetail.exec.memory import TaggedMemory
 
 _FAULTS = (torch.AcceleratorError, torch.OutOfMemoryError)
@@ -102,21 +102,21 @@ class CudaLane:
                 raise
             raise DeviceError(f"work on lane {self.name} failed: {error}") from error
 
-    def upload(self, host: Tensor, device: Tensor, num_bytes: int) -> None:
+    def upload(self, block: TransferBlock, num_bytes: int) -> None:
         """See ``Lane``. From memory that is not pinned all of Python waits until it has been read.
 
         Raises:
             DeviceError: the GPU failed.
         """
-        self._calls.upload(host.data_ptr(), device.data_ptr(), num_bytes, self._handle)
+        self._calls.upload(block.host_address, block.device_address, num_bytes, self._handle)
 
-    def download(self, device: Tensor, host: Tensor, begin: int, end: int) -> None:
+    def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """See ``Lane``. To memory that is not pinned all of Python waits for the copy.
 
         Raises:
             DeviceError: the GPU failed.
         """
-        source, target = device.data_ptr() + begin, host.data_ptr() + begin
+        source, target = block.device_address + begin, block.host_address + begin
         self._calls.download(source, target, end - begin, self._handle)
 
     @contextlib.contextmanager
