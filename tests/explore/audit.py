@@ -102,12 +102,12 @@ class PlanAudit:
             self._tenants[slot] = _Tenant(generation)
         for _, slot, index, page, _ in plan.page_writes.columns.T.tolist():
             self._tenants[slot].pages[index] = page
-        for row in _columns(plan.rows, "slot", "generation", "start", "width", "bound"):
+        for row in _columns(plan.rows, "slot", "generation", "start", "width"):
             self._follow_row(touched, *row)
         return touched
 
     def _follow_row(
-        self, touched: _Touched, slot: int, generation: int, start: int, width: int, bound: int
+        self, touched: _Touched, slot: int, generation: int, start: int, width: int
     ) -> None:
         tenant = self._tenant(slot, generation)
         is_cached = tenant.kv_len == 0  # the first row begins behind a prefix hit
@@ -115,8 +115,8 @@ class PlanAudit:
         if begin != tenant.kv_len and not is_cached:
             raise InvariantError(f"audit: slot {slot} goes on at {begin}, not {tenant.kv_len}")
         tenant.kv_len = begin + width
-        if tenant.kv_len > bound:
-            raise InvariantError(f"audit: slot {slot} has {tenant.kv_len} tokens, bound {bound}")
+        if tenant.kv_len > len(tenant.pages) * self._ledger.page_size:
+            raise InvariantError(f"audit: slot {slot} has {tenant.kv_len} tokens, {tenant.pages}")
         written = self._pages(tenant, begin, tenant.kv_len)
         if written & touched.written:
             raise InvariantError(f"audit: pages {written & touched.written} have two writers")

@@ -58,7 +58,7 @@ class Step:
         pages = iter(rng.permutation(1024))
         for row, fields in enumerate(rows):
             self._place(row, NEUTRAL | fields, pages)
-        self.inputs.rows_6R[5, :count] = 1
+        self.inputs.rows_5R[4, :count] = 1
 
     def _place(self, row: int, fields: dict[str, Any], pages: Iterator[int]) -> None:
         slot, tokens = int(self.slot_of_row[row]), self.tokens[row]
@@ -82,7 +82,7 @@ class Step:
             self.slots.page_table_SB[slot, begin // PAGE_SIZE] = page
             for offset, token in enumerate(tokens[begin : begin + PAGE_SIZE]):
                 self.tokens_C[page * PAGE_SIZE + offset] = token
-        self.inputs.rows_6R[0, row] = slot
+        self.inputs.rows_5R[0, row] = slot
         self.inputs.end_R[row] = len(tokens)
         self.inputs.temperature_R[row] = fields["temperature"]
         self.inputs.seed_R[row] = fields["seed"]
@@ -134,7 +134,7 @@ def test_every_stage_is_that_of_the_cpu(
 def test_a_row_that_samples_nothing_has_no_settings(tiny_moe_folder: Path) -> None:
     """A chunk of a prompt, or padding whose slot is somebody's: nothing of it is worked out."""
     step, logits = Step(tiny_moe_folder, ROWS), randn(len(ROWS), VOCAB, seed=2)
-    step.inputs.rows_6R[5] = 0
+    step.inputs.rows_5R[4] = 0
     shaped = step.shaped_draws()
     ours = shaped.spread(logits, shaped.draw(logits))
     assert ours.outside_NV is not None and not ours.outside_NV.any()

@@ -211,7 +211,7 @@ def test_a_row_keeps_its_bits_whatever_its_neighbours_ask_for(tiny_moe_folder: P
     shaped = ShapedDraws(
         slots, inputs, tokens_C=tokens, page_size=16, kernels=kernels, vocab_size=2600
     )
-    inputs.rows_6R[0], inputs.rows_6R[5] = ints(range(8)), 1
+    inputs.rows_5R[0], inputs.rows_5R[4] = ints(range(8)), 1
     inputs.temperature_R.fill_(0.7)
     inputs.seed_R.copy_(ints(range(8)))
     slots.param("repetition_penalty").fill_(1.0)
@@ -327,15 +327,19 @@ def test_tiers_hold_every_step_they_are_asked_for() -> None:
     assert tiers.padded(StepShape(299, 299, 299, 0)) == StepShape(300, 300, 300, 0)
 
 
-def test_a_row_past_its_pages_is_an_error(tiny_moe_folder: Path) -> None:
+@pytest.mark.parametrize("num_pages", [1, None])
+def test_a_row_past_its_pages_is_an_error(num_pages: int | None, tiny_moe_folder: Path) -> None:
+    """Past those it was told, and past any that a sequence can have."""
     harness = Harness(
         tiny_moe_folder, depth=0, make_executor=make_executor(tiny_moe_folder), **OPTIONS
     )
-    harness.add([5, 6, 7], max_new_tokens=4)
+    harness.add([5, 6, 7], max_new_tokens=4, ignore_eos=True)
     harness.step()
-    harness.executor._runner._slots.kv_len += 100
+    slots, page_size = harness.executor._runner._slots, harness.config.page_size
+    assert slots.page_table_SB[0].ge(0).sum() == 1  # one place of which is free still
+    slots.kv_len[:] = (num_pages or slots.page_table_SB.shape[1]) * page_size
     with pytest.raises(InvariantError, match="past the pages reserved"):
-        harness.run()
+        harness.step()
 
 
 def test_padding_samples_nothing(tiny_moe_folder: Path) -> None:
@@ -346,7 +350,7 @@ def test_padding_samples_nothing(tiny_moe_folder: Path) -> None:
     for num_tokens in (2, 3, 6):
         harness.add([5, 6, 7], max_new_tokens=num_tokens, ignore_eos=True)
     harness.run()
-    assert harness.executor._runner._inputs.rows_6R[5].tolist() == [1, 0, 0, 0, 0]
+    assert harness.executor._runner._inputs.rows_5R[4].tolist() == [1, 0, 0, 0, 0]
 
 
 def test_a_stale_handle_is_an_error(tiny_moe_folder: Path) -> None:

@@ -293,7 +293,7 @@ class Referee:
         assert (rows.width > 0).all() and (rows.width[is_decode] == 1).all()
         assert rows.width[~is_decode].sum() == len(plan.token_ids) <= config.chunk_size
         assert plan.num_tokens <= config.max_step_tokens
-        assert (rows.bound <= config.max_pages_per_sequence * config.page_size).all()
+        assert (plan.page_writes.column("index") < config.max_pages_per_sequence).all()
         for slot, generation, samples in zip(
             rows.slot.tolist(), rows.generation.tolist(), rows.samples.tolist(), strict=True
         ):

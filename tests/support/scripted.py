@@ -155,7 +155,7 @@ class _Slot:
 class PagedFake:
     """Runs plans at once, in order, on pages of token ids.
 
-    Rows, handles and bounds are checked by the ``FakeExecutor`` inside.
+    Rows, handles and pages are checked by the ``FakeExecutor`` inside.
 
     Attributes:
         steps: what each plan touched, by step id.
@@ -178,6 +178,7 @@ class PagedFake:
         self._fake = FakeExecutor(
             lambda _: self._tokens.popleft(),
             num_slots=num_slots,
+            page_size=page_size,
             status=lambda _: self._statuses.popleft(),
         )
         self.steps: dict[int, Step] = {}

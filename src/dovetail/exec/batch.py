@@ -39,7 +39,7 @@ class StepInputs:
         self._rows = np.zeros((len(ROW_COLUMNS), max_rows), dtype=np.int64)
 
     def update(self, packet: PacketView) -> "BatchRows":
-        """Return the rows of ``packet``; columns that it does not send are the last ones."""
+        """Return the rows of ``packet``; if it does not send any, those are the last ones."""
         for row, name in zip(self._rows, ROW_COLUMNS, strict=True):
             sent = packet.fields[f"rows.{name}"]
             row[: len(sent)] = sent
@@ -54,7 +54,6 @@ class BatchRows:
     generation: Ints
     start: Ints
     width: Ints
-    bound: Ints
     samples: Ints
 
 
@@ -108,13 +107,26 @@ def apply_writes(packet: PacketView, state: DeviceState) -> None:
         state.page_table[fields["pages.slot"], fields["pages.index"]] = fields["pages.page"]
 
 
+def has_pages(page_table: Ints, slot_R: Ints, end_R: Ints, *, page_size: int) -> bool:
+    """Return whether each row has a page for its last token; pages are told in order.
+
+    Args:
+        page_table: int64 [slots, P].
+        slot_R, end_R: int64, slots, and cached tokens after the step.
+        page_size: tokens of a page.
+    """
+    last_R, num_pages = (end_R - 1) // page_size, page_table.shape[1]
+    page_R = page_table[slot_R, np.minimum(last_R, num_pages - 1)]
+    return bool(((last_R < num_pages) & (page_R >= 0)).all())
+
+
 def unpack(
     packet: PacketView, state: DeviceState, inputs: StepInputs, *, page_size: int
 ) -> DeviceBatch:
     """Apply the packet's state changes and return the tensors of its forward.
 
     Raises:
-        InvariantError: a row's handle is stale, or it would outgrow its pages.
+        InvariantError: a row's handle is stale, or it has no page for its last token.
     """
     apply_writes(packet, state)
     rows = inputs.update(packet)
@@ -122,7 +134,7 @@ def unpack(
     is_decode = rows.start == FROM_DEVICE
     begin_R = np.where(is_decode, state.kv_len[rows.slot], rows.start)
     end_R = begin_R + rows.width
-    if (end_R > rows.bound).any():
+    if not has_pages(state.page_table, rows.slot, end_R, page_size=page_size):
         raise InvariantError("a row writes past the pages reserved for it")
     num_decode = int(is_decode.sum())
     first_token_R = np.cumsum(rows.width) - rows.width

@@ -31,6 +31,7 @@ class _Slot:
     generation: int = 0
     token_ids: list[int] = field(default_factory=list[int])
     kv_len: int = 0
+    num_pages: int = 0
 
 
 class FakeExecutor:
@@ -38,7 +39,7 @@ class FakeExecutor:
 
     Args:
         script: see ``Script``.
-        num_slots: ``max_running`` of the configuration.
+        num_slots, page_size: ``max_running`` and ``page_size`` of the configuration.
         status: from all tokens of a sequence to the status of its next draw.
     """
 
@@ -47,9 +48,11 @@ class FakeExecutor:
         script: Script,
         *,
         num_slots: int,
+        page_size: int,
         status: Callable[[list[int]], RowStatus] = lambda token_ids: RowStatus.OK,
     ) -> None:
         self._script = script
+        self._page_size = page_size
         self._status = status
         self._slots = [_Slot() for _ in range(num_slots)]
 
@@ -63,6 +66,8 @@ class FakeExecutor:
             plan.slot_writes.slot.tolist(), plan.slot_writes.generation.tolist(), strict=True
         ):
             self._slots[slot] = _Slot(generation)
+        for slot in plan.page_writes.column("slot").tolist():
+            self._slots[slot].num_pages += 1
         readouts: tuple[dict[str, NDArray[np.generic]], ...] = tuple(
             {
                 column: np.array(
@@ -104,10 +109,10 @@ class FakeExecutor:
 
     def _forward(self, plan: StepPlan) -> list[tuple[int, RowStatus]]:
         rows, uploaded, drawn = plan.rows, plan.token_ids.tolist(), []
-        for slot, generation, start, width, bound, samples in zip(
+        for slot, generation, start, width, samples in zip(
             *(
                 getattr(rows, name).tolist()
-                for name in ("slot", "generation", "start", "width", "bound", "samples")
+                for name in ("slot", "generation", "start", "width", "samples")
             ),
             strict=True,
         ):
@@ -123,7 +128,7 @@ class FakeExecutor:
                 del uploaded[:width]
                 state.token_ids, state.kv_len = token_ids, start
             state.kv_len += width
-            if state.kv_len > bound:
+            if state.kv_len > state.num_pages * self._page_size:
                 raise InvariantError(f"slot {slot} writes past its pages")
             status = self._status(token_ids)
             token = self._script(token_ids) if samples else 0

@@ -2,8 +2,8 @@
 
 Owns its layout: a static schema of tables of int32-wide columns, each table at a 16-byte aligned
 offset and its columns one after the other, and a header that holds scalars and each table's offset
-and length: 0 and 0 of a table that has nothing. Each column of the rows is a table of its own, left
-out if it is that of the step before. Only the used prefix is sent. No tensors here.
+and length: 0 and 0 of a table that has nothing. Rows are left out if they are those of the step
+before. Only the used prefix is sent. No tensors here.
 
 Written once a step, with most code and data gone from the processor's caches: what counts is how
 many places of memory the writer touches.
@@ -37,7 +37,7 @@ Words = NDArray[np.int32]
 SCALARS = ("num_rows", "num_tokens", "result")
 _ALIGN_WORDS = 4
 """A power of two."""
-ROW_COLUMNS = ("slot", "generation", "start", "width", "bound", "samples")
+ROW_COLUMNS = ("slot", "generation", "start", "width", "samples")
 _SLOT_COLUMNS = tuple(item.name for item in dataclasses.fields(SlotWrites) if item.name != "seed")
 _TOKEN_COLUMNS = tuple(item.name for item in dataclasses.fields(TokenWrites))
 
@@ -96,7 +96,7 @@ def packet_schema(config: EngineConfig) -> PacketSchema:
     rows, pages = config.max_running, config.max_pages_per_sequence + config.max_running
     return PacketSchema(
         (
-            *(Table(f"rows.{name}", (), rows) for name in ROW_COLUMNS),
+            Table("rows", ROW_COLUMNS, rows),
             Table("token_ids", (), config.max_step_tokens),
             Table("pages", PAGE_COLUMNS, pages),
             Table("slots", _SLOT_COLUMNS, rows),
@@ -109,9 +109,9 @@ def packet_schema(config: EngineConfig) -> PacketSchema:
 
 
 class PacketWriter:
-    """Writes plans. Remembers the last rows: a steady decode step sends a header alone.
+    """Writes plans. Remembers the last rows: a steady decode step sends a header alone, and pages.
 
-    Arrays of a plan are frozen, so those that are the last step's have the last step's values.
+    Rows are frozen, so the same ones as in the last step have the last step's values.
     """
 
     def __init__(self, schema: PacketSchema) -> None:
@@ -122,12 +122,11 @@ class PacketWriter:
             )
             for table in schema.tables
         }
-        self._rows = tuple(places[f"rows.{name}"] for name in ROW_COLUMNS)
-        self._token_ids, self._targets = places["token_ids"], places["targets"]
-        self._pages, self._copies = places["pages"], places["copies"]
+        self._rows, self._token_ids = places["rows"], places["token_ids"]
+        self._targets, self._pages = places["targets"], places["pages"]
+        self._copies = places["copies"]
         self._slots, self._seeds, self._tokens = places["slots"], places["seeds"], places["tokens"]
         self._last_rows: Rows | None = None
-        self._last_columns: tuple[Words | None, ...] = (None,) * len(ROW_COLUMNS)
 
     def write(
         self, plan: StepPlan, words: Words, *, result: int, copies: Words = _NO_COPIES
@@ -147,7 +146,8 @@ class PacketWriter:
         words[:end] = 0
         words[0], words[1], words[2] = len(plan.rows), plan.num_tokens, result
         if plan.rows is not self._last_rows and len(plan.rows):
-            end = self._put_rows(words, end, plan.rows)  # read-outs alone leave what there is
+            end = _put(words, end, self._rows, _joined(plan.rows, ROW_COLUMNS))
+            self._last_rows = plan.rows  # read-outs alone leave what there is
         if plan.token_ids is not NO_IDS:
             end = _put(words, end, self._token_ids, plan.token_ids)
         if plan.page_writes is not NO_PAGES:
@@ -161,15 +161,6 @@ class PacketWriter:
             end = _put(words, end, self._targets, plan.targets)
         if copies.size:
             end = _put(words, end, self._copies, copies.reshape(-1))
-        return end
-
-    def _put_rows(self, words: Words, end: int, rows: Rows) -> int:
-        """Write the columns that are not those of the step before."""
-        columns = (rows.slot, rows.generation, rows.start, rows.width, rows.bound, rows.samples)
-        for place, column, last in zip(self._rows, columns, self._last_columns, strict=True):
-            if column is not last:
-                end = _put(words, end, place, column)
-        self._last_rows, self._last_columns = rows, columns
         return end
 
 
@@ -194,8 +185,8 @@ def _put(words: Words, begin: int, place: _Place, values: Words) -> int:
     return _aligned(end)
 
 
-def _joined(writes: SlotWrites | TokenWrites, columns: tuple[str, ...]) -> Words:
-    return np.concatenate([getattr(writes, name).view(np.int32) for name in columns])
+def _joined(table: Rows | SlotWrites | TokenWrites, columns: tuple[str, ...]) -> Words:
+    return np.concatenate([getattr(table, name).view(np.int32) for name in columns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +196,8 @@ class PacketView:
     Attributes:
         num_rows, num_tokens: of the step.
         result: index of the block in which the step leaves its result.
-        fields: ``table.column`` or ``table`` -> int32 view of the block; a column of rows that is
-            empty is that of the step before.
+        fields: ``table.column`` or ``table`` -> int32 view of the block; if those of the rows are
+            empty, the rows are those of the step before.
     """
 
     num_rows: int

@@ -114,10 +114,10 @@ class PlanBuilder:
         self._decode_rows, self._decode_scores = rows, scores
         self._num_rows = len(rows)
 
-    def add_prefill(self, sequence: Sequence, *, width: int, bound: int, samples: int) -> None:
+    def add_prefill(self, sequence: Sequence, *, width: int, samples: int) -> None:
         """Forward the next ``width`` known tokens."""
         start = sequence.planned_len
-        self._row_values += (sequence.slot, sequence.generation, start, width, bound, samples)
+        self._row_values += (sequence.slot, sequence.generation, start, width, samples)
         self._num_rows += 1
         self._token_ids.extend(sequence.known_ids[start : start + width])
         targets = sequence.score_targets(start, width)

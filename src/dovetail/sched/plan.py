@@ -71,9 +71,8 @@ class Rows:
         generation: int32 [R], which tenant of the slot is meant.
         start: int32 [R], absolute position of the row's first token, or
             ``FROM_DEVICE`` for a decode row.
-        width: int32 [R], tokens forwarded by the row.
-        bound: int32 [R], tokens the row's pages can hold: the KV length after
-            this step never exceeds it.
+        width: int32 [R], tokens forwarded by the row. The device has been told pages for all of
+            them, or is by this plan.
         samples: int32 [R], tokens sampled by the row: 0 for a prefill chunk that
             is not the last one, else 1.
     """
@@ -82,7 +81,6 @@ class Rows:
     generation: NDArray[np.int32]
     start: NDArray[np.int32]
     width: NDArray[np.int32]
-    bound: NDArray[np.int32]
     samples: NDArray[np.int32]
 
     def __post_init__(self) -> None:

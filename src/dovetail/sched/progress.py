@@ -29,7 +29,6 @@ class Progress:
 
     Attributes:
         planned_len, computed_len, num_inflight: int64 [S]; see ``Sequence``.
-        bound: int32 [S], tokens that the tenant's pages hold.
         plan_look_at: int64 [S], ``planned_len`` from which a decode row needs more than a row.
         commit_look_at: int64 [S], ``computed_len`` from which a commit looks at the tenant, which
             may end; 0 for one that is looked at each time.
@@ -41,7 +40,6 @@ class Progress:
         self.planned_len = np.zeros(num_slots, dtype=np.int64)
         self.computed_len = np.zeros(num_slots, dtype=np.int64)
         self.num_inflight = np.zeros(num_slots, dtype=np.int64)
-        self.bound = np.zeros(num_slots, dtype=np.int32)
         self.plan_look_at = np.zeros(num_slots, dtype=np.int64)
         self.commit_look_at = np.zeros(num_slots, dtype=np.int64)
         self.upkeep_at = np.zeros(num_slots, dtype=np.int64)

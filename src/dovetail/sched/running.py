@@ -1,7 +1,7 @@
 """The sequences that may be planned: who is in line, who prefills, who decodes.
 
 Owns the decode rows that a step has as long as nothing changes: they are made when somebody comes
-or goes or gets a page, and are the same object until then.
+or goes, and are the same object until then.
 """
 
 from collections.abc import Collection, Iterator
@@ -44,7 +44,6 @@ class RunningSequences:
         self._prefilling = RankedQueue()
         self._decoding = RankedQueue()
         self._decode_rows: DecodeRows | None = None  # of all that decode
-        self._has_new_pages = False  # since those were made
 
     def add(self, sequence: Sequence) -> None:
         """Take in a sequence whose prefill is to be planned."""
@@ -71,11 +70,6 @@ class RunningSequences:
         """All its tokens are planned."""
         self._decoding.remove(sequence)
         self._decode_rows = None
-
-    def has_pages(self, sequence: Sequence) -> None:
-        """Note that a sequence that decodes has got pages."""
-        sequence.look_when_planned()
-        self._has_new_pages = True
 
     # -- who is there --------------------------------------------------------------------
 
@@ -108,19 +102,16 @@ class RunningSequences:
         """Return the rows of all that decode, in line; some may sit this step out."""
         if without:
             kept = tuple(sequence for sequence in self._decoding if sequence not in without)
-            return _decode_rows(kept, self._progress)
+            return _decode_rows(kept)
         return self._current_rows()
 
     def _current_rows(self) -> DecodeRows:
         if self._decode_rows is None:
-            self._decode_rows = _decode_rows(tuple(self._decoding), self._progress)
-        elif self._has_new_pages:
-            self._decode_rows = _with_bounds(self._decode_rows, self._progress)
-        self._has_new_pages = False
+            self._decode_rows = _decode_rows(tuple(self._decoding))
         return self._decode_rows
 
 
-def _decode_rows(sequences: tuple[Sequence, ...], progress: Progress) -> DecodeRows:
+def _decode_rows(sequences: tuple[Sequence, ...]) -> DecodeRows:
     slots = np.array([sequence.slot for sequence in sequences], dtype=np.intp)
     ones = np.ones(len(slots), dtype=np.int32)
     rows = Rows(
@@ -128,7 +119,6 @@ def _decode_rows(sequences: tuple[Sequence, ...], progress: Progress) -> DecodeR
         generation=np.array([sequence.generation for sequence in sequences], dtype=np.int32),
         start=np.full(len(slots), FROM_DEVICE, dtype=np.int32),
         width=ones,
-        bound=progress.bound[slots],
         samples=ones,
     )
     scores = tuple(
@@ -137,17 +127,3 @@ def _decode_rows(sequences: tuple[Sequence, ...], progress: Progress) -> DecodeR
         if sequence.wants_scores
     )
     return DecodeRows(rows, scores, slots, sequences)
-
-
-def _with_bounds(decode: DecodeRows, progress: Progress) -> DecodeRows:
-    """Return the same rows with the bounds of now."""
-    rows = decode.rows
-    rows = Rows(
-        slot=rows.slot,
-        generation=rows.generation,
-        start=rows.start,
-        width=rows.width,
-        bound=progress.bound.take(decode.slots),
-        samples=rows.samples,
-    )
-    return DecodeRows(rows, decode.scores, decode.slots, decode.sequences)

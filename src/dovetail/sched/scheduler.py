@@ -158,7 +158,7 @@ class Scheduler:
         for sequence in growing:
             if sequence.state is _RUNNING and sequence not in without_pages:
                 builder.add_pages(sequence)
-                self._running.has_pages(sequence)
+                sequence.look_when_planned()
         decode = self._running.decode_rows(without=without_pages)
         builder.set_decodes(decode.rows, decode.scores)
         self._progress.plan_one(decode.slots)
@@ -179,7 +179,7 @@ class Scheduler:
             return 0
         is_last = sequence.planned_len + width == sequence.prefill_len
         samples = int(is_last and sequence.samples_left > 0)
-        builder.add_prefill(sequence, width=width, bound=sequence.held.capacity, samples=samples)
+        builder.add_prefill(sequence, width=width, samples=samples)
         sequence.planned_len += width
         sequence.num_inflight += 1
         if is_last:

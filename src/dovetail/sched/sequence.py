@@ -233,11 +233,9 @@ class Sequence:
         return max(0, self.end_len - self.planned_len)
 
     def look_when_planned(self) -> None:
-        """Note the pages that there are, and when its decode row needs more than a row."""
+        """Note when its decode row needs more than a row: beyond its pages, or at its end."""
         assert self._progress is not None
-        capacity = self.held.capacity
-        self._progress.bound[self.slot] = capacity
-        self._progress.plan_look_at[self.slot] = min(capacity, self.end_len)
+        self._progress.plan_look_at[self.slot] = min(self.held.capacity, self.end_len)
 
     def look_when_committed(self) -> None:
         """Note when a commit has more to do than to count its new token."""

@@ -200,12 +200,13 @@ def test_a_steady_decode_step_sends_its_header_alone():
     assert not any(len(field) for field in packet.fields.values())
 
 
-def test_rows_that_got_pages_send_their_new_bounds_alone():
-    writer, plan = PacketWriter(SCHEMA), decode_plan()
+def test_rows_that_got_pages_send_those_alone():
+    writer, plan, words = PacketWriter(SCHEMA), decode_plan(), block()
     assert sent_columns(writer, plan) == set(ROW_FIELDS)
-    rows = dataclasses.replace(plan.rows, bound=plan.rows.bound + 4)
-    assert sent_columns(writer, dataclasses.replace(plan, rows=rows)) == {"bound"}
-    assert sent_columns(writer, plan) == {"bound"}
+    pages = PageWrites(np.arange(len(PAGE_COLUMNS) * 2, dtype=np.int32).reshape(-1, 2))
+    writer.write(dataclasses.replace(plan, page_writes=pages), words, result=0)
+    sent = {name for name, field in read_packet(SCHEMA, words).fields.items() if len(field)}
+    assert sent == {f"pages.{name}" for name in PAGE_COLUMNS}
 
 
 def test_read_outs_alone_leave_the_rows_that_the_device_has():

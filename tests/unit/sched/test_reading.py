@@ -52,7 +52,7 @@ def run(
 ) -> tuple[Output, Watched]:
     """Run one request that returns its tokens."""
     config = plain_config(context_len=512, num_pages=200, chunk_size=CHUNK, depth=depth, **options)
-    executor = Watched(script, num_slots=config.max_running)
+    executor = Watched(script, num_slots=config.max_running, page_size=config.page_size)
     stepper = Stepper(config, executor, token_bytes=lambda _: b"")
     capture = capture or CaptureParams(columns=("tokens",))
     request_id = stepper.add(PROMPT, capture=capture, max_new_tokens=num_tokens)
@@ -133,7 +133,7 @@ def test_rows_that_are_read_ahead_are_no_news():
 def test_an_answer_does_not_wait_for_the_forward_beside_which_its_rows_were_read(depth):
     """Of two requests the shorter one is answered before that forward's result is taken."""
     config = plain_config(context_len=512, num_pages=200, depth=depth)
-    executor = Watched(lambda ids: 9, num_slots=config.max_running)
+    executor = Watched(lambda ids: 9, num_slots=config.max_running, page_size=config.page_size)
     stepper = Stepper(config, executor, token_bytes=lambda _: b"")
     capture = CaptureParams(columns=("tokens",))
     short = stepper.add([5, 6, 7], capture=capture, max_new_tokens=4, is_streamed=False)
@@ -153,7 +153,7 @@ def test_an_answer_does_not_wait_for_the_forward_beside_which_its_rows_were_read
 
 def test_rows_are_committed_once_and_before_their_step():
     config = plain_config(context_len=512, num_pages=200, depth=0)
-    executor = Watched(lambda ids: 9, num_slots=config.max_running)
+    executor = Watched(lambda ids: 9, num_slots=config.max_running, page_size=config.page_size)
     stepper = Stepper(config, executor, token_bytes=lambda _: b"")
     stepper.add([5, 6, 7], capture=CaptureParams(columns=("tokens",)), max_new_tokens=2)
     stepper.step()

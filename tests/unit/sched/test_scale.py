@@ -123,7 +123,7 @@ def test_two_thousand_requests_leave_nothing_behind(policy):
     config = plain_config(
         context_len=40, page_size=4, num_pages=60, chunk_size=16, max_running=8, policy=policy
     )
-    device = FakeExecutor(no_end, num_slots=config.max_running)
+    device = FakeExecutor(no_end, num_slots=config.max_running, page_size=config.page_size)
     engine = Stepper(config, device, token_bytes=lambda _: b"x")
     rng = np.random.default_rng(3)
     gc.collect()

@@ -7,7 +7,7 @@ import pytest
 
 from dovetail.errors import InvariantError
 from dovetail.exec.fake import FakeExecutor
-from dovetail.sched.plan import FROM_DEVICE, PageWrites, RowStatus, SlotWrites, StepResult
+from dovetail.sched.plan import FROM_DEVICE, NO_PAGES, PageWrites, RowStatus, SlotWrites, StepResult
 from dovetail.sched.queues import RankedQueue
 from dovetail.sched.sequence import Sequence
 from dovetail.sched.slots import SlotTable
@@ -243,7 +243,7 @@ def first_plan():
 
 def test_the_fake_executor_refuses_what_a_device_cannot_do():
     scheduler, plan = first_plan()
-    fake = FakeExecutor(lambda ids: 9, num_slots=4)
+    fake = FakeExecutor(lambda ids: 9, num_slots=4, page_size=4)
     no_slots = SlotWrites(
         **{
             name: np.zeros(0, dtype=getattr(plan.slot_writes, name).dtype)
@@ -252,9 +252,8 @@ def test_the_fake_executor_refuses_what_a_device_cannot_do():
     )
     with pytest.raises(InvariantError, match="stale"):
         fake.submit(dataclasses.replace(plan, slot_writes=no_slots))
-    too_long = dataclasses.replace(plan.rows, bound=np.array([1], dtype=np.int32))
     with pytest.raises(InvariantError, match="past its pages"):
-        fake.submit(dataclasses.replace(plan, rows=too_long))
+        fake.submit(dataclasses.replace(plan, page_writes=NO_PAGES))
     decode = dataclasses.replace(
         plan.rows,
         start=np.array([FROM_DEVICE], dtype=np.int32),
@@ -270,7 +269,7 @@ def test_the_fake_executor_refuses_what_a_device_cannot_do():
 
 def test_a_result_of_another_step_is_an_error():
     scheduler, plan = first_plan()
-    result = FakeExecutor(lambda ids: 9, num_slots=4).submit(plan).result()
+    result = FakeExecutor(lambda ids: 9, num_slots=4, page_size=4).submit(plan).result()
     fields = {name: getattr(result, name) for name in StepResult.__dataclass_fields__}
     with pytest.raises(InvariantError, match=r"step 0 is to be committed, not .* of step 5"):
         scheduler.commit(plan, StepResult(**fields | {"step_id": 5}))

@@ -28,7 +28,7 @@ def _pack_kernel(
     is_real = row < tl.load(packet_ptr)
     result_ptr = results_ptr + tl.load(packet_ptr + 2) * block_stride
     width = tl.load(rows_ptr + 3 * stride + row, mask=is_real, other=0)
-    samples = tl.load(rows_ptr + 5 * stride + row, mask=is_real, other=0) > 0
+    samples = tl.load(rows_ptr + 4 * stride + row, mask=is_real, other=0) > 0
     is_broken = tl.load(row_status_ptr + row, mask=is_real, other=0) == _BROKEN
     first = tl.load(first_ptr + row, mask=is_real, other=0)
     spoilt = tl.zeros((BLOCK,), tl.int32)
@@ -65,7 +65,7 @@ def pack(
     """
     results = blocks.results.view(torch.int32)
     _pack_kernel[(len(draws.ids_N),)](
-        blocks.packet.view(torch.int32), results, inputs.rows_6R, inputs.first_R,
+        blocks.packet.view(torch.int32), results, inputs.rows_5R, inputs.first_R,
         inputs.status_R, is_spoilt_T, draws.ids_N, draws.logprobs_N, draws.status_N,
-        slots.last_token, inputs.rows_6R.stride(0), results.stride(0), BLOCK=128,
+        slots.last_token, inputs.rows_5R.stride(0), results.stride(0), BLOCK=128,
     )  # fmt: skip

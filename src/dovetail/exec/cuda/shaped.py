@@ -42,7 +42,7 @@ def _settings_kernel(
     row = tl.arange(0, BLOCK)
     is_real = row < num_rows
     slot = tl.load(rows_ptr + row, mask=is_real, other=0).to(tl.int64)
-    samples = tl.load(rows_ptr + 5 * rows_stride + row, mask=is_real, other=0) > 0
+    samples = tl.load(rows_ptr + 4 * rows_stride + row, mask=is_real, other=0) > 0
     top_k = tl.load(slot_top_k_ptr + slot, mask=samples, other=0)
     top_p = tl.load(slot_top_p_ptr + slot, mask=samples, other=1.0)
     min_p = tl.load(slot_min_p_ptr + slot, mask=samples, other=0.0)
@@ -168,7 +168,7 @@ class ShapedDraws:
     ) -> None:
         self._slots, self._inputs = slots, inputs
         self._tokens_C, self._page_size, self._kernels = tokens_C, page_size, kernels
-        num_rows, new = inputs.rows_6R.shape[1], inputs.temperature_R.new_zeros
+        num_rows, new = inputs.rows_5R.shape[1], inputs.temperature_R.new_zeros
         self._top_p_R, self._min_p_R = new(num_rows), new(num_rows)
         ints_4R = new(4, num_rows, dtype=torch.int32)
         self._top_k_R, self._kind_R, self._is_penalised_R, self._is_changed_R = ints_4R
@@ -235,7 +235,7 @@ class ShapedDraws:
         return Borders(*(part[:num_rows] for part in self._borders))
 
     def _read_settings(self, num_rows: int) -> None:
-        param, rows = self._slots.param, self._inputs.rows_6R
+        param, rows = self._slots.param, self._inputs.rows_5R
         _settings_kernel[(1,)](
             rows, param("top_k"), param("top_p"), param("min_p"), param("logprob_kind"),
             *(param(name) for name in _PENALTIES), param("num_biases"),
@@ -251,17 +251,17 @@ class ShapedDraws:
         penalties = [slots.param(name) for name in _PENALTIES]
         _clear_kernel[blocks](counts_RV, self._is_penalised_R, vocab_size, BLOCK=_BLOCK)
         _count_kernel[(num_rows, min(_HISTORY_PROGRAMS, ceil_div(context, _BLOCK)))](
-            counts_RV, self._is_penalised_R, at.rows_6R, at.end_R, table, self._tokens_C,
+            counts_RV, self._is_penalised_R, at.rows_5R, at.end_R, table, self._tokens_C,
             slots.param("prompt_len"), vocab_size, table.stride(0),
             CONTEXT=context, PAGE=self._page_size, BLOCK=_BLOCK,
         )  # fmt: skip
         # As the reference has it, products are rounded before they are subtracted.
         _penalty_kernel[blocks](
             logits_RV, self._changed_RV, counts_RV, self._is_penalised_R, self._is_changed_R,
-            at.rows_6R, *penalties, vocab_size, BLOCK=_BLOCK, enable_fp_fusion=False,
+            at.rows_5R, *penalties, vocab_size, BLOCK=_BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
         _bias_kernel[(num_rows, ceil_div(MAX_BIASES, _BIAS_BLOCK))](
-            self._changed_RV, self._is_changed_R, at.rows_6R, at.end_R, slots.param("num_biases"),
+            self._changed_RV, self._is_changed_R, at.rows_5R, at.end_R, slots.param("num_biases"),
             slots.bias_ids_SJ, slots.bias_values_SJ, slots.bias_until_SJ, vocab_size,
             BIASES=MAX_BIASES, BLOCK=_BIAS_BLOCK,
         )  # fmt: skip

@@ -113,14 +113,14 @@ class StepTensors:
     """What a forward and a draw read.
 
     Attributes:
-        rows_6R: int32, the fields of ``sched.plan.Rows``, kept because a steady step does not send
+        rows_5R: int32, the fields of ``sched.plan.Rows``, kept because a steady step does not send
             them again.
         num_decode: int32 [1].
         begin_R, first_R, first_tile_R: int32; cached tokens before the step, index of the row's
             first token and first tile. One entry more than rows: that of padding.
         end_R: int64, cached tokens after the step: the position of what is sampled.
         last_R: int64, index of the row's last token.
-        status_R: int32, 0, or ``BROKEN_ROW`` for a row that would outgrow its pages.
+        status_R: int32, 0, or ``BROKEN_ROW`` for a row without a page for its last token.
         temperature_R, seed_R, sample_index_R: of the row's slot.
         token_ids_T, positions_T, kv_slots_T: int64; padding has token 0, position 0, the sink.
         places_T: int32, 0, 1, 2, ...
@@ -135,7 +135,7 @@ class StepTensors:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         rows, tokens = config.max_running, config.max_step_tokens
-        self.rows_6R = zeros(6, rows)
+        self.rows_5R = zeros(5, rows)
         self.num_decode = zeros(1)
         self.begin_R, self.first_R, self.first_tile_R = (zeros(rows + 1) for _ in range(3))
         self.end_R = zeros(rows, dtype=torch.int64)

@@ -61,19 +61,12 @@ class Tenants:
     def are_shaped(self, rows: Rows) -> bool:
         """Check the handles of rows, and return whether something shapes their draws.
 
-        Arrays of a plan are frozen, so the same ones again are looked at only after newcomers. Rows
-        that got pages have them.
+        Arrays of a plan are frozen, so the same rows again are looked at only after newcomers.
 
         Raises:
             InvariantError: see ``check``.
         """
-        seen = self._seen
-        if (
-            seen is None
-            or rows.slot is not seen.slot
-            or rows.generation is not seen.generation
-            or rows.samples is not seen.samples
-        ):
+        if rows is not self._seen:
             self.check(rows.slot, rows.generation)
             self._seen_shaped = bool(self._is_shaped[rows.slot[rows.samples > 0]].any())
             self._seen = rows

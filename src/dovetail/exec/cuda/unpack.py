@@ -17,7 +17,7 @@ from torch import Tensor
 from dovetail.errors import InvariantError
 from dovetail.exec.cuda.step import WORD_COLUMNS, SlotTensors, StepShape, StepTensors
 from dovetail.exec.kv import KVStore
-from dovetail.exec.packet import ROW_COLUMNS, PacketSchema
+from dovetail.exec.packet import PacketSchema
 from dovetail.exec.readback import BROKEN_ROW
 from dovetail.kernels.triton.jit import jit
 from dovetail.kernels.triton.tiles import ceil_div, power_of_two
@@ -125,9 +125,9 @@ def _row_column(
     packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS: tl.constexpr, INDEX: tl.constexpr
 ):  # fmt: skip
     """Return a column of the rows: of the packet, or kept from the step before."""
-    is_real, is_kept = row < num_rows, tl.load(packet_ptr + ROWS + 2 * INDEX + 1) == 0
+    is_real, is_kept = row < num_rows, tl.load(packet_ptr + ROWS + 1) == 0
     kept = rows_ptr + INDEX * rows_stride + row
-    sent = _column(packet_ptr, ROWS + 2 * INDEX, 0) + row
+    sent = _column(packet_ptr, ROWS, INDEX) + row
     value = tl.load(sent, mask=is_real & (is_kept == 0), other=0)
     value += tl.load(kept, mask=is_real & is_kept, other=0)
     tl.store(kept, value, mask=is_real)
@@ -136,11 +136,11 @@ def _row_column(
 
 @jit(do_not_specialize=["num_decode_entries", "num_tile_entries"])
 def _row_kernel(
-    packet_ptr, rows_ptr, kv_len_ptr, temperature_ptr, seed_ptr, sample_index_ptr,
+    packet_ptr, rows_ptr, kv_len_ptr, table_ptr, temperature_ptr, seed_ptr, sample_index_ptr,
     num_decode_ptr, begin_ptr, first_ptr, first_tile_ptr, end_ptr, last_ptr, status_ptr,
     row_temperature_ptr, row_seed_ptr, row_sample_index_ptr, decode_ptr, tiles_ptr,
-    rows_stride, num_decode_entries, num_tile_entries, ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    rows_stride, table_stride, num_decode_entries, num_tile_entries, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, PAGES: tl.constexpr, TILE_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All rows at once: lengths, and the list of decode rows. Unused tiles are marked."""
     row = tl.arange(0, BLOCK)
@@ -149,14 +149,16 @@ def _row_kernel(
     slot = _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 0)
     start = _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 2)
     width = _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 3)
-    bound = _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 4)
-    _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 5)
+    _row_column(packet_ptr, rows_ptr, row, num_rows, rows_stride, ROWS, 4)
     slot = slot.to(tl.int64)
     is_decode = is_real & (start < 0)
 
     begin = tl.where(is_decode, tl.load(kv_len_ptr + slot, mask=is_real, other=0), start)
     end = begin + width
-    is_good = is_real & (end <= bound)
+    last_page = (end - 1) // PAGE  # pages are told in order: who has this one has all before
+    has_place = is_real & (last_page < PAGES)
+    page = tl.load(table_ptr + slot * table_stride + last_page, mask=has_place, other=-1)
+    is_good = page >= 0
     first = tl.cumsum(width) - width
     num_tiles = tl.where(is_real & (start >= 0), (width + TILE_TOKENS - 1) // TILE_TOKENS, 0)
     first_tile = tl.cumsum(num_tiles) - num_tiles
@@ -174,7 +176,7 @@ def _row_kernel(
     last = tl.where(is_real, first + width - 1, row)
     is_kept = row < rows_stride
     tl.store(last_ptr + row, last.to(tl.int64), mask=is_kept)
-    tl.store(rows_ptr + 5 * rows_stride + row, 0, mask=is_kept & (is_real == 0))
+    tl.store(rows_ptr + 4 * rows_stride + row, 0, mask=is_kept & (is_real == 0))
     temperature = tl.load(temperature_ptr + slot, mask=is_real, other=0.0)
     seed = tl.load(seed_ptr + slot, mask=is_real, other=0)
     sample_index = tl.load(sample_index_ptr + slot, mask=is_real, other=0)
@@ -325,20 +327,20 @@ class Unpacker:
     def fill(self, padded: StepShape) -> None:
         """Work out the inputs of a forward, padded to a shape."""
         at, slots = self.inputs, self.slots
-        stride = at.rows_6R.stride(0)
+        stride, table = at.rows_5R.stride(0), slots.page_table_SB
         _row_kernel[(1,)](
-            self.words, at.rows_6R, slots.kv_len, slots.param("temperature"), slots.seed,
+            self.words, at.rows_5R, slots.kv_len, table, slots.param("temperature"), slots.seed,
             slots.param("sample_index"),
             at.num_decode, at.begin_R, at.first_R, at.first_tile_R, at.end_R, at.last_R,
             at.status_R,
             at.temperature_R, at.seed_R, at.sample_index_R, at.decode_R4, at.tiles_N4,
-            stride, padded.num_decode, padded.num_tiles, ROWS=self.heads[f"rows.{ROW_COLUMNS[0]}"],
-            TILE_TOKENS=self.tile_tokens, BLOCK=power_of_two(at.rows_6R.shape[1] + 1),
+            stride, table.stride(0), padded.num_decode, padded.num_tiles, ROWS=self.heads["rows"],
+            PAGE=self.page_size, PAGES=table.shape[1], TILE_TOKENS=self.tile_tokens,
+            BLOCK=power_of_two(at.rows_5R.shape[1] + 1),
         )  # fmt: skip
-        table = slots.page_table_SB
         tokens = self.kv.sidecars["tokens"]
         _token_kernel[(ceil_div(padded.num_tokens, _TOKENS),)](
-            self.words, at.rows_6R, slots.last_token, table, at.num_decode, at.begin_R,
+            self.words, at.rows_5R, slots.last_token, table, at.num_decode, at.begin_R,
             at.first_R, at.first_tile_R,
             at.status_R, at.token_ids_T, at.positions_T, at.kv_slots_T, tokens.rows, at.tiles_N4,
             stride, table.stride(0), padded.num_tokens, padded.num_tiles,
