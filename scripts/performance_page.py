@@ -7,7 +7,7 @@ figure's cells in a table.
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def filled(text: str, *, works: list[Line], steps: list[Line], capture: list[Lin
     places = [place for place in _PLACE.findall(text) if len(place.split()) == 3]
     if homeless := sorted(figures.keys() - {*places}):
         raise ValueError(f"scripts/performance.md has no row for {', '.join(homeless)}")
-    parts = {"steps": _listed(map(_step, steps)), "capture": _listed(map(_cost, capture))}
+    parts = {"steps": _listed(_steps(steps)), "capture": _listed(map(_cost, capture))}
     for shape in {place.split()[0] for place in places}:
         measured = [figures[place] for place in places if place in figures]
         parts[f"summary {shape}"] = _summary([one for one in measured if one["shape"] == shape])
@@ -86,9 +86,22 @@ def _share(values: list[float], reference: float) -> str:
     return f"{low} %" if low == high else f"{low} to {high} %"
 
 
-def _step(line: Line) -> str:
-    if line["unit"] != "copies":
-        return f"{line['work'].removeprefix('step: ')}: {line['value']:.0f} {line['unit']}"
+def _steps(lines: list[Line]) -> list[str]:
+    """Return what was counted, once if all runs agree, and the times of all runs, ascending."""
+    counts = [_counted(line) for line in lines if line["unit"] == "copies"]
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for line in lines:
+        if line["unit"] != "copies":
+            times[f"{line['work'].removeprefix('step: ')}: {{}} {line['unit']}"].append(
+                line["value"]
+            )
+    figures = {
+        text: ", ".join(f"{value:.0f}" for value in sorted(of)) for text, of in times.items()
+    }
+    return [*dict.fromkeys(counts), *(text.format(values) for text, values in figures.items())]
+
+
+def _counted(line: Line) -> str:
     counts = Counter(line["a_step"])  # what was not seen is not named
     return (
         f"{line['work'].removeprefix('copies a step: ')}: {counts['HtoD']:g} copy to the device, "

@@ -64,6 +64,25 @@ def test_figures_are_filled_in_beside_what_is_said_of_them() -> None:
     )
 
 
+def test_counts_that_agree_stand_once_and_times_of_all_runs() -> None:
+    def run(packet_us: float, copies: float = 1.0) -> list[dict]:
+        counts = {"HtoD": copies, "DtoH": 1.0, "graph launches": 1.0}
+        return [
+            {"work": "copies a step: decode", "unit": "copies", "a_step": counts},
+            {"work": "step: packet", "unit": "us", "value": packet_us},
+        ]
+
+    counted = "decode: {} copy to the device, 1 back, 0 allocations, 1 graph and 0 kernels launched"
+    runs = [*run(27.1), *run(23.8)]
+    assert filled("{{steps}}", works=[], steps=runs, capture=[]) == (
+        f"* {counted.format(1)}\n* packet: 24, 27 us"
+    )
+    runs += run(35.3, copies=2.0)
+    assert filled("{{steps}}", works=[], steps=runs, capture=[]) == (
+        f"* {counted.format(1)}\n* {counted.format(2)}\n* packet: 24, 27, 35 us"
+    )
+
+
 def test_a_figure_of_which_nothing_is_said_is_an_error() -> None:
     with pytest.raises(ValueError, match="no row for big c 16"):
         filled("| {{big b 1}} |", works=[line_of("c", 16, 3.0, None)], steps=[], capture=[])
