@@ -188,7 +188,7 @@ class Works:
 class Lines:
     """Writes a line for each figure, as soon as it is known."""
 
-    def __init__(self, shape: str, about: dict[str, object], out: Path) -> None:
+    def __init__(self, shape: str, about: dict[str, object], out: Path | None) -> None:
         self._shape, self._about, self._out = shape, about, out
 
     def write(self, figure: Figure, value: float, more: dict[str, object]) -> None:
@@ -199,7 +199,8 @@ class Lines:
         line |= {"floor": round(figure.floor, 4)} | self._about | {"best_peer": peer} | more
         short = ("work", "shape", "batch", "value", "unit", "floor", "best_peer", *more)
         print(json.dumps({name: line[name] for name in short}), flush=True)
-        write_newest(self._out, line, of=("work", "shape", "batch"))
+        if self._out is not None:
+            write_newest(self._out, line, of=("work", "shape", "batch"))
 
 
 def start(args: argparse.Namespace) -> Engine:
@@ -236,7 +237,7 @@ def main() -> None:
     parser.add_argument("--max-running", type=int, default=512)
     parser.add_argument("--chunk-size", type=int, default=8192)
     parser.add_argument("--capture", nargs="*", help="columns that are kept (experts, for d)")
-    parser.add_argument("--out", type=Path, required=True, help="its older figures are replaced")
+    parser.add_argument("--out", type=Path, help="for whole lines; its older ones are replaced")
     args = parser.parse_args()
     engine = start(args)
     about: dict[str, object] = {"start_s": round(time.perf_counter() - started, 2)}

@@ -340,15 +340,18 @@ def main() -> None:
     parser.add_argument("--steps-b", type=int, default=272, help="tokens a row of work b (272)")
     parser.add_argument("--max-running", type=int, default=512)
     parser.add_argument("--pages", type=int, default=37_500, help="of 16 tokens, shared (37,500)")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="lines are added to this file, too")
     args = parser.parse_args()
     if min(args.repeats_a, args.repeats_b) < 2:
         parser.error("--repeats-a and --repeats-b: at least 2, or there is no interval")
     about = describe_run(["-m", "benchmarks.gpu_capture", *sys.argv[1:]], "triton", gpu=gpu_facts())
     about |= {"device": torch.cuda.get_device_name()}
     for line in snapshot() if args.snapshot else costs(args):
-        with args.out.open("a") as file:
-            file.write(json.dumps({"floor": None, **line, **about}) + "\n")
+        text = json.dumps({"floor": None, **line, **about})
+        print(text, flush=True)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(text + "\n")
 
 
 if __name__ == "__main__":

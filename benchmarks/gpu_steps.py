@@ -5,9 +5,6 @@
 1. Copies between host and device, waiting calls and allocations a step, of 200 steady decode steps
    and of 40 steps that each take a new prompt, as CUPTI saw them.
 2. Host microseconds of building and sending the packet, and of a whole step without its one wait.
-
-A host forgets while it waits for the GPU: beside these times stands what one query of the driver
-takes at once, and what it takes after 3 ms.
 """
 
 import argparse
@@ -82,12 +79,15 @@ def steady_counts(engine: SteppedEngine, num_steps: int = STEADY) -> Counter[str
     return count_calls(run)
 
 
-def prompt_counts(engine: SteppedEngine, num_steps: int = PROMPTS) -> Counter[str]:
+def prompt_counts(
+    engine: SteppedEngine, num_steps: int = PROMPTS, *, prompt_len: int = 100
+) -> Counter[str]:
     """Return the counts of steps that each take a prompt, beside the rows that decode."""
 
     def run() -> None:
         for i in range(num_steps):
-            engine.add([(11 * i + j) % 1000 + 3 for j in range(100)], max_new_tokens=1)
+            prompt = [(11 * i + j) % 1000 + 3 for j in range(prompt_len)]
+            engine.add(prompt, max_new_tokens=1)
             engine.loop.step()
 
     return count_calls(run)
@@ -170,26 +170,7 @@ def host_times(engine: SteppedEngine, num_steps: int = TIMED) -> dict[str, Any]:
         for _ in range(num_steps):
             engine.loop.step()
     parts |= {name: watch.us(name) for name in watch.seconds}
-    return parts | packet_alone_us(engine) | query_us(engine)
-
-
-def query_us(engine: SteppedEngine, calls: int = 50) -> dict[str, float]:
-    """Return microseconds of a query of the driver, at once and after 3 ms of nothing."""
-    executor: Any = engine.executor
-    event = executor._device.compute.record()
-    event.wait()
-    found: dict[str, float] = {}
-    for name, idle in (("at once", 0.0), ("after 3 ms", 0.003)):
-        times = []
-        for _ in range(calls):
-            begin = time.perf_counter() + idle
-            while time.perf_counter() < begin:
-                pass
-            started = time.perf_counter()
-            assert event.has_happened
-            times.append(time.perf_counter() - started)
-        found[f"a query of the driver, {name}"] = round(1e6 * statistics.median(times), 1)
-    return found
+    return parts | packet_alone_us(engine)
 
 
 def packet_alone_us(engine: SteppedEngine, calls: int = 50) -> dict[str, float]:

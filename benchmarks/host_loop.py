@@ -48,7 +48,9 @@ class HostLoop:
         )
         ledger = KVLedger((PagedGroup(name="paged", page_size=16),), (self.config.num_pages,))
         self.scheduler = Scheduler(self.config, ledger, token_bytes=lambda token_id: b"x")
-        self.executor = FakeExecutor(lambda token_ids: 7, num_slots=max_running, page_size=16)
+        self.executor = FakeExecutor(
+            lambda token_ids: 7, num_slots=max_running, page_size=self.config.page_size
+        )
         self.loop = EngineLoop(
             self.scheduler, self.executor, inbox=Inbox(), outbox=Outbox(), depth=depth
         )

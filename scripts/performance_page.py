@@ -87,18 +87,20 @@ def _share(values: list[float], reference: float) -> str:
 
 
 def _steps(lines: list[Line]) -> list[str]:
-    """Return what was counted, once if all runs agree, and the times of all runs, ascending."""
+    """Return what was counted, once if all runs agree, and the times of all runs, in order.
+
+    Raises:
+        ValueError: the runs are of different things.
+    """
+    if len({(line["batch"], *line["capture"]) for line in lines}) > 1:
+        raise ValueError("runs of gpu_steps.jsonl differ in rows or capture")
     counts = [_counted(line) for line in lines if line["unit"] == "copies"]
-    times: defaultdict[str, list[float]] = defaultdict(list)
+    times: defaultdict[str, list[str]] = defaultdict(list)
     for line in lines:
         if line["unit"] != "copies":
-            times[f"{line['work'].removeprefix('step: ')}: {{}} {line['unit']}"].append(
-                line["value"]
-            )
-    figures = {
-        text: ", ".join(f"{value:.0f}" for value in sorted(of)) for text, of in times.items()
-    }
-    return [*dict.fromkeys(counts), *(text.format(values) for text, values in figures.items())]
+            of = f"{line['work'].removeprefix('step: ')}, {line['unit']}, `{line['shape']}`"
+            times[of].append(f"{line['value']:.0f}")
+    return [*dict.fromkeys(counts), *(f"{of}: {', '.join(them)}" for of, them in times.items())]
 
 
 def _counted(line: Line) -> str:

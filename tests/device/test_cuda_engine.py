@@ -10,6 +10,7 @@ from dovetail.core.engine import Engine
 from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.executor import Executor
 from dovetail.wire.request import LogprobParams, SamplingParams
+from tests.support.checkpoints import random_qwen3_moe
 
 pytestmark = pytest.mark.cuda
 
@@ -51,6 +52,30 @@ def wanted():
 @pytest.mark.parametrize("depth", [0, 1])
 def test_tokens_logprobs_and_experts_are_those_of_the_cpu(depth, graphs, wanted) -> None:
     same(outputs(device="cuda", depth=depth, graphs=graphs), wanted)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_small_and_large_pages_change_nothing(page_size, wanted) -> None:
+    same(outputs(device="cuda", page_size=page_size), wanted)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_of_more_than_255_experts_are_words(graphs, tmp_path_factory) -> None:
+    folder = random_qwen3_moe(
+        tmp_path_factory.mktemp("experts"), num_experts=300, experts_per_token=4
+    )
+
+    def answers(device: str) -> list:
+        options = OPTIONS | {"context_len": 160, "device": device, "graphs": graphs}
+        with Engine(folder, **options, capture=COLUMNS) as engine:
+            return engine.generate(PROMPTS, SAMPLING, capture=COLUMNS)
+
+    ours, theirs = answers("cuda"), answers("cpu")
+    assert all(out.routes.ids.dtype == np.uint16 for out in ours)
+    assert max(int(out.routes.ids.max()) for out in ours) > 255
+    same(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.routes.spans == b.routes.spans
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.gpu_steps import prompt_counts, steady_counts
 from benchmarks.stepped import SteppedEngine
+from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.executor import Executor
 
 pytestmark = pytest.mark.cuda
@@ -13,12 +14,24 @@ ROWS, STEPS = 32, 200
 
 
 def engine_of(**options: object) -> SteppedEngine:
-    engine = SteppedEngine(
-        device="cuda", max_running=ROWS + 1, context_len=1024, chunk_size=512, num_pages=4096,
-        **options,
-    )  # fmt: skip
+    defaults = {"context_len": 1024, "chunk_size": 512, "num_pages": 4096}
+    engine = SteppedEngine(device="cuda", max_running=ROWS + 1, **defaults | options)
     engine.fill(ROWS, 64, max_new_tokens=500)
     return engine
+
+
+def let_pytorch_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on PyTorch raises if a call of its own would wait while a step is submitted."""
+    original = Executor.submit
+
+    def submit(self, plan):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return original(self, plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Executor, "submit", submit)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -28,16 +41,7 @@ def test_a_steady_step_is_one_copy_in_one_copy_out_and_no_wait(
     capture, depth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(capture=capture, depth=depth)
-    original = Executor.submit
-
-    def submit(self, plan):
-        torch.cuda.set_sync_debug_mode("error")  # PyTorch raises at a call that would wait
-        try:
-            return original(self, plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(Executor, "submit", submit)
+    let_pytorch_watch(monkeypatch)
     with engine.executor.adopt_thread():
         found = steady_counts(engine, STEPS)
     print(dict(found))
@@ -60,6 +64,37 @@ def test_a_step_with_a_prompt_is_one_copy_in_and_one_out_too() -> None:
     engine.executor.close()
     assert 40 <= found["HtoD"] <= 41 and 39 <= found["DtoH"] <= 41
     assert found["pageable"] == 0 and found["waiting calls"] <= 2
+
+
+def test_a_step_too_large_for_a_graph_copies_and_waits_no_more() -> None:
+    """3,000 prompt tokens are launched kernel by kernel."""
+    engine = engine_of(context_len=4096, chunk_size=4096)
+    with engine.executor.adopt_thread():
+        prompt_counts(engine, 3, prompt_len=3000)  # compiles, and allocates what is kept
+        found = prompt_counts(engine, 20, prompt_len=3000)
+    print(dict(found))
+    engine.executor.close()
+    assert found["graph launches"] == 0 and found["kernel launches"] > 20 * 50
+    assert 20 <= found["HtoD"] <= 21 and 19 <= found["DtoH"] <= 21
+    assert found["pageable"] == found["allocating calls"] == 0 and found["waiting calls"] <= 2
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_wait_within_a_step_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watching itself: PyTorch sees its own waits. Those of the driver are counted."""
+    engine = engine_of()
+    run = CudaRunner.run
+
+    def run_and_look(self, *args):
+        run(self, *args)
+        self.blocks.results[0, 0].item()
+
+    let_pytorch_watch(monkeypatch)
+    monkeypatch.setattr(CudaRunner, "run", run_and_look)
+    with engine.executor.adopt_thread(), pytest.raises(RuntimeError, match="synchronizing"):
+        engine.loop.step()
+    monkeypatch.undo()
+    engine.executor.close()
 
 
 @pytest.mark.parametrize("num_extra", [1, 3])

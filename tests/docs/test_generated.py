@@ -65,22 +65,25 @@ def test_figures_are_filled_in_beside_what_is_said_of_them() -> None:
 
 
 def test_counts_that_agree_stand_once_and_times_of_all_runs() -> None:
-    def run(packet_us: float, copies: float = 1.0) -> list[dict]:
+    def run(packet_us: float, copies: float = 1.0, batch: int = 256) -> list[dict]:
+        of = {"shape": "big", "batch": batch, "capture": []}
         counts = {"HtoD": copies, "DtoH": 1.0, "graph launches": 1.0}
         return [
-            {"work": "copies a step: decode", "unit": "copies", "a_step": counts},
-            {"work": "step: packet", "unit": "us", "value": packet_us},
+            of | {"work": "copies a step: decode", "unit": "copies", "a_step": counts},
+            of | {"work": "step: packet", "unit": "us", "value": packet_us},
         ]
 
     counted = "decode: {} copy to the device, 1 back, 0 allocations, 1 graph and 0 kernels launched"
     runs = [*run(27.1), *run(23.8)]
     assert filled("{{steps}}", works=[], steps=runs, capture=[]) == (
-        f"* {counted.format(1)}\n* packet: 24, 27 us"
+        f"* {counted.format(1)}\n* packet, us, `big`: 27, 24"
     )
     runs += run(35.3, copies=2.0)
     assert filled("{{steps}}", works=[], steps=runs, capture=[]) == (
-        f"* {counted.format(1)}\n* {counted.format(2)}\n* packet: 24, 27, 35 us"
+        f"* {counted.format(1)}\n* {counted.format(2)}\n* packet, us, `big`: 27, 24, 35"
     )
+    with pytest.raises(ValueError, match="differ in rows"):
+        filled("{{steps}}", works=[], steps=runs + run(9.0, batch=1), capture=[])
 
 
 def test_a_figure_of_which_nothing_is_said_is_an_error() -> None:

@@ -64,6 +64,21 @@ def test_b11_b13_b63_rows_and_logprobs_survive_retraction(llama_folder, llama_or
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
+def test_b19_each_goes_on_from_its_own_prompt_through_many_chunks(fx_count_folder, depth):
+    """sglang-jax #1487, #1504: a ring of tokens to come wrapped while prompts were in chunks."""
+    harness = engine_of(fx_count_folder, depth=depth, max_running=8, chunk_size=12)
+    lasts = []
+    for client in range(64):
+        length = 37 + client % 20  # four chunks at least, and more where they share a step
+        prompt = [(5 * client + i) % 200 for i in range(length)]
+        lasts.append(prompt[-1])
+        harness.add(prompt, max_new_tokens=1 + client % 9, temperature=0.0, ignore_eos=True)
+    outputs = harness.run()
+    for client, last in enumerate(lasts):
+        assert outputs[client].token_ids == [last + 1 + i for i in range(1 + client % 9)], client
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
 def test_b25_pages_of_one_that_stopped_are_not_written_any_more(fx_tag_folder, depth):
     """vllm #45357: found finished after the next step had been launched; its pages went on."""
     harness = engine_of(

@@ -36,6 +36,22 @@ def counting(fx_count_folder):
 # -- class 7 --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_b27_a_penalty_counts_the_token_before(llama_folder, depth):
+    """vllm #52461, sglang #8056, #20026: outputs seen one token late; forced tokens came twice."""
+    penalised, free = [], []
+    for ids, penalty in ((penalised, 100.0), (free, 1.0)):
+        harness = engine_of(llama_folder, depth=depth)
+        for _ in range(4):
+            harness.add(
+                PROMPT, max_new_tokens=50, temperature=0.0, ignore_eos=True,
+                repetition_penalty=penalty,
+            )  # fmt: skip
+        ids += [output.token_ids for output in harness.run().values()]
+    assert all(len(set(tokens)) == 50 for tokens in penalised)
+    assert all(len(set(tokens)) < 50 for tokens in free), "would have repeated none anyway"
+
+
 @pytest.mark.parametrize("depth", [2])
 def test_b87_parameters_stay_with_their_row(fx_count_folder, fx_count_oracle, depth):
     """mlx-lm #1225, vllm #1309: bias or penalties of one request acted on another.

@@ -47,7 +47,7 @@ class PlanAudit:
     Invariants: a page that a plan in flight names is not free, unless to be read alone and its rows
     have been taken; one that it writes is not shared; no two rows of a plan write one page; every
     handle is that of the slot's tenant; a row goes on where the one before ended, and stays within
-    its bound and its pages.
+    its pages.
     """
 
     def __init__(self, executor: StepExecutor, ledger: KVLedger) -> None:

@@ -140,6 +140,15 @@ def test_sort_of_more_slots_than_one_program_takes() -> None:
     assert runs[:, 2].sum() == 800
 
 
+def test_slots_are_added_in_their_order() -> None:
+    """In float32 2**24 + 1 is 2**24: what comes out tells which two were added first."""
+    big = 2.0**24
+    y_TKM = torch.tensor([[big, 1.0, -big], [big, -big, 1.0], [1.0, big, -big]], device=DEVICE)
+    y_SM = y_TKM.reshape(9, 1).expand(9, 64).contiguous()
+    got = experts.combine(y_SM, torch.ones(3, 3, device=DEVICE))
+    assert got.tolist() == [[0.0] * 64, [1.0] * 64, [0.0] * 64]
+
+
 # -- on the GPU -------------------------------------------------------------------------------
 
 

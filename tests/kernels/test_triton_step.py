@@ -23,7 +23,9 @@ from dovetail.exec.ring import BlockRing
 from dovetail.kernels.ref.backend import RefKernels
 from dovetail.kernels.triton.backend import TritonKernels
 from dovetail.kernels.triton.tiles import TileTable
+from dovetail.sched.builder import PlanBuilder
 from dovetail.sched.plan import LogprobKindId
+from dovetail.sched.sequence import Sequence
 from dovetail.wire.request import LogprobParams
 from dovetail.wire.validate import MAX_MASK_IDS
 from tests.support.gpu import DEVICE, ints, randn
@@ -336,9 +338,28 @@ def test_a_row_past_its_pages_is_an_error(num_pages: int | None, tiny_moe_folder
     harness.add([5, 6, 7], max_new_tokens=4, ignore_eos=True)
     harness.step()
     slots, page_size = harness.executor._runner._slots, harness.config.page_size
-    assert slots.page_table_SB[0].ge(0).sum() == 1  # one place of which is free still
+    assert slots.page_table_SB[0].ge(0).sum() == 1  # with room for one token more
     slots.kv_len[:] = (num_pages or slots.page_table_SB.shape[1]) * page_size
     with pytest.raises(InvariantError, match="past the pages reserved"):
+        harness.step()
+
+
+@pytest.mark.parametrize("device", ["cpu", "triton"])
+def test_a_page_that_was_never_told_is_an_error(
+    device: str, tiny_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of a prompt of 7 tokens in pages of 4."""
+    add_pages = PlanBuilder.add_pages
+
+    def add_but_the_last(self: PlanBuilder, sequence: Sequence) -> None:
+        add_pages(self, sequence)
+        self._page_writes.pop()
+
+    monkeypatch.setattr(PlanBuilder, "add_pages", add_but_the_last)
+    made = {"make_executor": make_executor(tiny_moe_folder)} if device == "triton" else {}
+    harness = Harness(tiny_moe_folder, depth=0, **made, **OPTIONS)
+    harness.add(list(range(5, 12)), max_new_tokens=4, ignore_eos=True)
+    with pytest.raises(InvariantError, match="past the pages"):
         harness.step()
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from dovetail.attention.paged import AttentionRows, DecodeGroup
 from dovetail.errors import InvariantError
-from dovetail.exec.packet import ROW_COLUMNS, PacketView
+from dovetail.exec.packet import PacketView
 from dovetail.exec.state import DeviceState
 from dovetail.sampling.state import SLOT_COLUMNS
-from dovetail.sched.plan import FROM_DEVICE
+from dovetail.sched.plan import FROM_DEVICE, ROW_FIELDS
 
 Ints = NDArray[np.int64]
 
@@ -36,11 +36,11 @@ class StepInputs:
     """
 
     def __init__(self, max_rows: int) -> None:
-        self._rows = np.zeros((len(ROW_COLUMNS), max_rows), dtype=np.int64)
+        self._rows = np.zeros((len(ROW_FIELDS), max_rows), dtype=np.int64)
 
     def update(self, packet: PacketView) -> "BatchRows":
         """Return the rows of ``packet``; if it does not send any, those are the last ones."""
-        for row, name in zip(self._rows, ROW_COLUMNS, strict=True):
+        for row, name in zip(self._rows, ROW_FIELDS, strict=True):
             sent = packet.fields[f"rows.{name}"]
             row[: len(sent)] = sent
         return BatchRows(*self._rows[:, : packet.num_rows])

@@ -31,7 +31,7 @@ class _Slot:
     generation: int = 0
     token_ids: list[int] = field(default_factory=list[int])
     kv_len: int = 0
-    num_pages: int = 0
+    pages: set[int] = field(default_factory=set[int])
 
 
 class FakeExecutor:
@@ -66,8 +66,8 @@ class FakeExecutor:
             plan.slot_writes.slot.tolist(), plan.slot_writes.generation.tolist(), strict=True
         ):
             self._slots[slot] = _Slot(generation)
-        for slot in plan.page_writes.column("slot").tolist():
-            self._slots[slot].num_pages += 1
+        for _, slot, index, _, _ in plan.page_writes.columns.T.tolist():
+            self._slots[slot].pages.add(index)
         readouts: tuple[dict[str, NDArray[np.generic]], ...] = tuple(
             {
                 column: np.array(
@@ -128,7 +128,7 @@ class FakeExecutor:
                 del uploaded[:width]
                 state.token_ids, state.kv_len = token_ids, start
             state.kv_len += width
-            if state.kv_len > state.num_pages * self._page_size:
+            if (state.kv_len - 1) // self._page_size not in state.pages:
                 raise InvariantError(f"slot {slot} writes past its pages")
             status = self._status(token_ids)
             token = self._script(token_ids) if samples else 0

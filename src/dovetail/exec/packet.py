@@ -26,6 +26,7 @@ from dovetail.sched.plan import (
     NO_SLOTS,
     NO_TOKENS,
     PAGE_COLUMNS,
+    ROW_FIELDS,
     Rows,
     SlotWrites,
     StepPlan,
@@ -37,7 +38,6 @@ Words = NDArray[np.int32]
 SCALARS = ("num_rows", "num_tokens", "result")
 _ALIGN_WORDS = 4
 """A power of two."""
-ROW_COLUMNS = ("slot", "generation", "start", "width", "samples")
 _SLOT_COLUMNS = tuple(item.name for item in dataclasses.fields(SlotWrites) if item.name != "seed")
 _TOKEN_COLUMNS = tuple(item.name for item in dataclasses.fields(TokenWrites))
 
@@ -96,7 +96,7 @@ def packet_schema(config: EngineConfig) -> PacketSchema:
     rows, pages = config.max_running, config.max_pages_per_sequence + config.max_running
     return PacketSchema(
         (
-            Table("rows", ROW_COLUMNS, rows),
+            Table("rows", ROW_FIELDS, rows),
             Table("token_ids", (), config.max_step_tokens),
             Table("pages", PAGE_COLUMNS, pages),
             Table("slots", _SLOT_COLUMNS, rows),
@@ -140,27 +140,32 @@ class PacketWriter:
             copies: those of the plan's read-outs, see ``exec.readback.COPY_COLUMNS``.
 
         Raises:
-            InvariantError: the plan is larger than the configuration allows.
+            InvariantError: the plan is larger than the configuration allows, or has columns of
+                different lengths or of other words than 32 bits.
         """
         end = self._begin
         words[:end] = 0
-        words[0], words[1], words[2] = len(plan.rows), plan.num_tokens, result
-        if plan.rows is not self._last_rows and len(plan.rows):
-            end = _put(words, end, self._rows, _joined(plan.rows, ROW_COLUMNS))
+        num_rows = len(plan.rows)
+        words[0], words[1], words[2] = num_rows, plan.num_tokens, result  # as in ``SCALARS``
+        if num_rows and plan.rows is not self._last_rows:
+            end = _put(words, end, self._rows, num_rows, _joined(plan.rows, ROW_FIELDS))
             self._last_rows = plan.rows  # read-outs alone leave what there is
         if plan.token_ids is not NO_IDS:
-            end = _put(words, end, self._token_ids, plan.token_ids)
+            end = _put(words, end, self._token_ids, len(plan.token_ids), plan.token_ids)
         if plan.page_writes is not NO_PAGES:
-            end = _put(words, end, self._pages, plan.page_writes.columns.reshape(-1))
+            writes = plan.page_writes
+            end = _put(words, end, self._pages, len(writes), writes.columns.reshape(-1))
         if plan.slot_writes is not NO_SLOTS:
-            end = _put(words, end, self._slots, _joined(plan.slot_writes, _SLOT_COLUMNS))
-            end = _put(words, end, self._seeds, plan.slot_writes.seed.view(np.int32))
+            writes = plan.slot_writes
+            end = _put(words, end, self._slots, len(writes), _joined(writes, _SLOT_COLUMNS))
+            end = _put(words, end, self._seeds, 2 * len(writes), writes.seed.view(np.int32))
         if plan.token_writes is not NO_TOKENS:
-            end = _put(words, end, self._tokens, _joined(plan.token_writes, _TOKEN_COLUMNS))
+            writes = plan.token_writes
+            end = _put(words, end, self._tokens, len(writes), _joined(writes, _TOKEN_COLUMNS))
         if plan.targets is not NO_IDS:
-            end = _put(words, end, self._targets, plan.targets)
+            end = _put(words, end, self._targets, len(plan.targets), plan.targets)
         if copies.size:
-            end = _put(words, end, self._copies, copies.reshape(-1))
+            end = _put(words, end, self._copies, copies.shape[1], copies.reshape(-1))
         return end
 
 
@@ -173,12 +178,13 @@ class _Place(NamedTuple):
     max_len: int
 
 
-def _put(words: Words, begin: int, place: _Place, values: Words) -> int:
+def _put(words: Words, begin: int, place: _Place, length: int, values: Words) -> int:
     """Write a table, all columns in a row, and return where the next one may begin."""
     name, head, num_columns, max_len = place
-    length = len(values) // num_columns
     if length > max_len:
         raise InvariantError(f"a plan has {length} words of {name}; at most {max_len} fit")
+    if len(values) != num_columns * length:
+        raise InvariantError(f"{len(values)} words of {name} are not {num_columns} x {length}")
     end = begin + len(values)
     words[head], words[head + 1] = begin, length
     words[begin:end] = values

@@ -93,6 +93,10 @@ class Rows:
 ROW_FIELDS = tuple(field.name for field in fields(Rows))
 
 
+PAGE_COLUMNS = ("group", "slot", "index", "page", "is_fresh")
+"""What is said of a change of a page table, see ``PageWrites``."""
+
+
 @dataclass(frozen=True, slots=True)
 class PageWrites:
     """Changes of the device's page tables, applied before the forward.
@@ -117,9 +121,6 @@ class PageWrites:
     def column(self, name: str) -> NDArray[np.int32]:
         """Return one of ``PAGE_COLUMNS``, int32 [N]."""
         return self.columns[PAGE_COLUMNS.index(name)]
-
-
-PAGE_COLUMNS = ("group", "slot", "index", "page", "is_fresh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -251,6 +251,22 @@ def test_a_plan_that_is_too_large_is_our_own_fault(field, too_many):
         PacketWriter(SCHEMA).write(plan, block(), result=0)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"generation": np.zeros(3, dtype=np.int64)},
+        {"samples": np.ones(1, dtype=np.int32)},
+        {name: np.zeros(3, dtype=np.int64) for name in ROW_FIELDS},
+    ],
+    ids=["a wide column", "a short column", "all wide"],
+)
+def test_rows_that_would_shift_others_are_our_own_fault(changed):
+    plan = decode_plan(3)
+    plan = dataclasses.replace(plan, rows=dataclasses.replace(plan.rows, **changed))
+    with pytest.raises(InvariantError, match=r"words of rows are not 5 x 3"):
+        PacketWriter(SCHEMA).write(plan, block(), result=0)
+
+
 def test_plans_are_frozen():
     plan = decode_plan()
     arrays = (

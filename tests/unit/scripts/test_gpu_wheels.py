@@ -1,4 +1,4 @@
-"""``scripts/gpu-wheels``: what it asks pip for. Nothing is downloaded."""
+"""``scripts/gpu-wheels``: what it asks pip for, and what it keeps. Nothing is downloaded."""
 
 import importlib.machinery
 import importlib.util
@@ -57,3 +57,18 @@ def test_a_failure_of_pip_is_the_scripts_failure(script, monkeypatch, tmp_path, 
     monkeypatch.setattr(script, "command", lambda *args: [sys.executable, "-c", "exit(3)"])
     assert script.main([str(tmp_path)]) == 3
     assert "pip has failed" in capsys.readouterr().err
+
+
+def test_what_the_host_has_is_left_out_though_others_need_it(
+    script, monkeypatch, tmp_path, capsys
+) -> None:
+    """pip takes numpy for matplotlib; installed over the host's, it would be another version."""
+    wheels = ("rich-15.0.0-py3-none-any.whl", "numpy-2.4.6-cp312-cp312-manylinux_2_28_x86_64.whl")
+    code = f"for name in {wheels}: open(name, 'w').close()"
+    monkeypatch.setattr(script, "command", lambda *args: [sys.executable, "-c", code])
+    monkeypatch.chdir(tmp_path)
+    assert script.main([str(tmp_path)]) == 0
+    assert [wheel.name for wheel in tmp_path.iterdir()] == [wheels[0]]
+    assert f"left out: {wheels[1]}" in capsys.readouterr().out
+    assert script.main([str(tmp_path), "--without", "Rich"]) == 0
+    assert [wheel.name for wheel in tmp_path.iterdir()] == [wheels[1]]

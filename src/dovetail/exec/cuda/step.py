@@ -16,7 +16,7 @@ from torch import Tensor
 from dovetail.config.schema import EngineConfig
 from dovetail.kernels.backend import PlainDraws
 from dovetail.sampling.state import SLOT_COLUMNS
-from dovetail.sched.plan import FROM_DEVICE, MAX_BIASES, MAX_REPORTED_IDS, StepPlan
+from dovetail.sched.plan import FROM_DEVICE, MAX_BIASES, MAX_REPORTED_IDS, ROW_FIELDS, StepPlan
 
 WORD_COLUMNS = tuple(name for name in SLOT_COLUMNS if name != "seed")
 """The sampling parameters that are one word wide, in the order in which a packet has them."""
@@ -70,7 +70,7 @@ class SlotTensors:
     Attributes:
         kv_len: int32 [S], cached tokens.
         last_token: int32 [S], sampled last; -1 before the first.
-        page_table_SB: int32.
+        page_table_SB: int32; -1 where a tenant has no page.
         seed: int64 [S].
         words_CS: int32, the bits of the other sampling parameters, in the order of
             ``WORD_COLUMNS``.
@@ -85,7 +85,7 @@ class SlotTensors:
         num_slots = config.max_running
         self.kv_len = zeros(num_slots)
         self.last_token = zeros(num_slots)
-        self.page_table_SB = zeros(num_slots, config.max_pages_per_sequence)
+        self.page_table_SB = zeros(num_slots, config.max_pages_per_sequence).fill_(-1)
         self.seed = zeros(num_slots, dtype=torch.int64)
         self.words_CS = zeros(len(WORD_COLUMNS), num_slots)
         self.bias_ids_SJ = zeros(num_slots, MAX_BIASES)
@@ -135,7 +135,7 @@ class StepTensors:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         rows, tokens = config.max_running, config.max_step_tokens
-        self.rows_5R = zeros(5, rows)
+        self.rows_5R = zeros(len(ROW_FIELDS), rows)
         self.num_decode = zeros(1)
         self.begin_R, self.first_R, self.first_tile_R = (zeros(rows + 1) for _ in range(3))
         self.end_R = zeros(rows, dtype=torch.int64)

@@ -29,6 +29,9 @@ _TOKENS = 128
 _PAGE_PROGRAMS = 64
 """Programs that take turns with the entries of page tables: a step may have none, or thousands."""
 
+_ROWS = ("slot", "generation", "start", "width", "samples")
+"""The columns of rows, by whose numbers kernels here and in ``pack`` and ``shaped`` read them."""
+
 _BROKEN = tl.constexpr(BROKEN_ROW)
 _BIAS = tl.constexpr(int(TokenTable.BIAS))
 
@@ -285,6 +288,8 @@ class Unpacker:
             if not sidecar.spec.is_poison_all_ones:
                 raise InvariantError(f"the poison of column {name} is not all ones in bits")
         places = [_places(self.schema, "slots")[name] for name in WORD_COLUMNS]
+        if tuple(_places(self.schema, "rows")) != _ROWS:
+            raise InvariantError(f"the kernels know rows as {_ROWS}, the packet has others")
         if places != list(range(places[0], places[0] + len(places))):
             raise InvariantError("the packet's sampling parameters do not follow one another")
 

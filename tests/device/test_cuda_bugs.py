@@ -1,0 +1,102 @@
+"""Reported bugs of other engines that show at length or in company; others are in traffic.
+
+Tests are named by the ids of ``docs/testing.md``, where all of them are listed.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dovetail.wire.request import LogprobParams
+from tests.support.gpu_engine import gpu_harness
+from tests.support.oracle import Oracle
+from tests.support.stepper import Stepper
+from tests.support.traffic import Asked, logprob_errors, num_ties
+
+pytestmark = pytest.mark.cuda
+
+CROWD = {"context_len": 128, "num_pages": 96, "max_running": 33, "chunk_size": 96}
+"""Room for about half of those that run, so memory is taken all the time."""
+PARAMS = {"temperature": 1.0}
+
+
+def crowd(harness: Stepper, num_requests: int, *, seed: int) -> list[Asked]:
+    """Run requests that come as others go, and now and then lose their memory."""
+    rng, asked = np.random.default_rng(seed), []
+    while len(asked) < num_requests or harness.is_busy:
+        while len(asked) < num_requests and harness.scheduler.num_waiting < 9:
+            prompt = rng.integers(3, 2000, rng.integers(1, 45)).tolist()
+            params = PARAMS | {"sampling_seed": int(rng.integers(2**62))}
+            length = int(rng.integers(1, 25))
+            number = harness.add(prompt, max_new_tokens=length, ignore_eos=True, **params)
+            asked.append((prompt, number))
+        if rng.random() < 0.15:
+            harness.scheduler.retract_last()
+        harness.step()
+    harness.check_idle()
+    return [Asked(prompt, PARAMS, harness.outputs[number]) for prompt, number in asked]
+
+
+def replay_gaps(folder: Path, asked: list[Asked]) -> np.ndarray:
+    """How far each logprob is from that of the same ids in one prefill, alone on its lane."""
+    options = {"depth": 0, "graphs": False, "context_len": 128, "num_pages": 400}
+    harness = gpu_harness(folder, max_running=33, chunk_size=1024, prefix_cache=False, **options)
+    scores = LogprobParams(logprob_start_len=0)
+    for one in asked:
+        harness.add(one.ids, max_new_tokens=1, logprobs=scores, **PARAMS)
+    outputs = harness.run()
+    harness.close()
+    gaps = []
+    for one, output in zip(asked, outputs.values(), strict=True):
+        count = len(one.output.token_ids)
+        assert one.output.finish.type == "length" and count
+        gaps.append(np.subtract(one.output.logprobs, output.prompt_scores.logprobs[-count:]))
+    return np.abs(np.concatenate(gaps))
+
+
+def test_b21_ten_thousand_requests_replay_themselves(tiny_moe_folder) -> None:
+    """sglang #26380, #29353: tables written while the forward before still reads them.
+
+    Overlap's logprobs are as far from a replay as those of a run without overlap, and none is far.
+    """
+    loud = gpu_harness(tiny_moe_folder, depth=1, **CROWD)
+    asked = crowd(loud, 10_000, seed=7)
+    loud.close()
+    assert sum(one.output.usage.num_retractions for one in asked) > 500
+    quiet = gpu_harness(tiny_moe_folder, depth=0, **CROWD)
+    asked_quietly = crowd(quiet, 1_000, seed=8)
+    quiet.close()
+    gaps, noise = (replay_gaps(tiny_moe_folder, each) for each in (asked, asked_quietly))
+    print(len(gaps), gaps.max(), noise.max(), *(np.quantile(g, 0.99) for g in (gaps, noise)))
+    assert len(gaps) > 100_000 and gaps.max() < 1e-4
+    for quantile in (0.5, 0.9, 0.99, 0.999):
+        assert np.quantile(gaps, quantile) <= 1.5 * np.quantile(noise, quantile)
+
+
+def test_b31_concurrency_overlap_and_chunks_change_no_token(tiny_moe_folder) -> None:
+    """TensorRT-LLM #4037, sglang #1434: quality fell at large batch with overlap and chunks."""
+    rng, greedy = np.random.default_rng(9), {"temperature": 0.0, "sampling_seed": 0}
+    prompts = [rng.integers(3, 2000, rng.integers(5, 60)).tolist() for _ in range(200)]
+    answers = {}
+    for cell in [(n, depth, chunk) for n in (1, 8, 64) for depth in (0, 1) for chunk in (-1, 16)]:
+        max_running, depth, chunk_size = cell
+        harness = gpu_harness(
+            tiny_moe_folder, max_running=max_running, depth=depth, chunk_size=chunk_size,
+            context_len=128, num_pages=600, prefix_cache=False,
+        )  # fmt: skip
+        for prompt in prompts:
+            harness.add(prompt, max_new_tokens=8, ignore_eos=True, **greedy)
+        answers[cell] = list(harness.run().values())
+        harness.close()
+    first = answers[1, 0, -1]
+    for cell, outputs in answers.items():
+        other = [i for i in range(200) if outputs[i].token_ids != first[i].token_ids]
+        at_once = [i for i in other if outputs[i].token_ids[0] != first[i].token_ids[0]]
+        assert len(other) <= 3 and len(at_once) <= 1, (cell, other, at_once)
+    oracle = Oracle(tiny_moe_folder, experts="eager")
+    for outputs in (first, answers[64, 1, 16]):
+        asked = [Asked(*pair) for pair in zip(prompts, [greedy] * 200, outputs, strict=True)]
+        oracle.prepare([one.ids for one in asked], device="cuda")
+        assert logprob_errors(asked, oracle).max() < 1e-4
+        assert num_ties(asked, oracle, eos_ids=()) < 6
