@@ -79,15 +79,12 @@ def steady_counts(engine: SteppedEngine, num_steps: int = STEADY) -> Counter[str
     return count_calls(run)
 
 
-def prompt_counts(
-    engine: SteppedEngine, num_steps: int = PROMPTS, *, prompt_len: int = 100
-) -> Counter[str]:
+def prompt_counts(engine: SteppedEngine, num_steps: int = PROMPTS) -> Counter[str]:
     """Return the counts of steps that each take a prompt, beside the rows that decode."""
 
     def run() -> None:
         for i in range(num_steps):
-            prompt = [(11 * i + j) % 1000 + 3 for j in range(prompt_len)]
-            engine.add(prompt, max_new_tokens=1)
+            engine.add([(11 * i + j) % 1000 + 3 for j in range(100)], max_new_tokens=1)
             engine.loop.step()
 
     return count_calls(run)

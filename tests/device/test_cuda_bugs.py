@@ -1,77 +1,16 @@
-"""Reported bugs of other engines that show at length or in company; others are in traffic.
+"""Reported bugs of other engines that show in company; others are in ``test_cuda_traffic``.
 
 Tests are named by the ids of ``docs/testing.md``, where all of them are listed.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from dovetail.wire.request import LogprobParams
 from tests.support.gpu_engine import gpu_harness
 from tests.support.oracle import Oracle
-from tests.support.stepper import Stepper
 from tests.support.traffic import Asked, logprob_errors, num_ties
 
 pytestmark = pytest.mark.cuda
-
-CROWD = {"context_len": 128, "num_pages": 96, "max_running": 33, "chunk_size": 96}
-"""Room for about half of those that run, so memory is taken all the time."""
-PARAMS = {"temperature": 1.0}
-
-
-def crowd(harness: Stepper, num_requests: int, *, seed: int) -> list[Asked]:
-    """Run requests that come as others go, and now and then lose their memory."""
-    rng, asked = np.random.default_rng(seed), []
-    while len(asked) < num_requests or harness.is_busy:
-        while len(asked) < num_requests and harness.scheduler.num_waiting < 9:
-            prompt = rng.integers(3, 2000, rng.integers(1, 45)).tolist()
-            params = PARAMS | {"sampling_seed": int(rng.integers(2**62))}
-            length = int(rng.integers(1, 25))
-            number = harness.add(prompt, max_new_tokens=length, ignore_eos=True, **params)
-            asked.append((prompt, number))
-        if rng.random() < 0.15:
-            harness.scheduler.retract_last()
-        harness.step()
-    harness.check_idle()
-    return [Asked(prompt, PARAMS, harness.outputs[number]) for prompt, number in asked]
-
-
-def replay_gaps(folder: Path, asked: list[Asked]) -> np.ndarray:
-    """How far each logprob is from that of the same ids in one prefill, alone on its lane."""
-    options = {"depth": 0, "graphs": False, "context_len": 128, "num_pages": 400}
-    harness = gpu_harness(folder, max_running=33, chunk_size=1024, prefix_cache=False, **options)
-    scores = LogprobParams(logprob_start_len=0)
-    for one in asked:
-        harness.add(one.ids, max_new_tokens=1, logprobs=scores, **PARAMS)
-    outputs = harness.run()
-    harness.close()
-    gaps = []
-    for one, output in zip(asked, outputs.values(), strict=True):
-        count = len(one.output.token_ids)
-        assert one.output.finish.type == "length" and count
-        gaps.append(np.subtract(one.output.logprobs, output.prompt_scores.logprobs[-count:]))
-    return np.abs(np.concatenate(gaps))
-
-
-def test_b21_ten_thousand_requests_replay_themselves(tiny_moe_folder) -> None:
-    """sglang #26380, #29353: tables written while the forward before still reads them.
-
-    Overlap's logprobs are as far from a replay as those of a run without overlap, and none is far.
-    """
-    loud = gpu_harness(tiny_moe_folder, depth=1, **CROWD)
-    asked = crowd(loud, 10_000, seed=7)
-    loud.close()
-    assert sum(one.output.usage.num_retractions for one in asked) > 500
-    quiet = gpu_harness(tiny_moe_folder, depth=0, **CROWD)
-    asked_quietly = crowd(quiet, 1_000, seed=8)
-    quiet.close()
-    gaps, noise = (replay_gaps(tiny_moe_folder, each) for each in (asked, asked_quietly))
-    print(len(gaps), gaps.max(), noise.max(), *(np.quantile(g, 0.99) for g in (gaps, noise)))
-    assert len(gaps) > 100_000 and gaps.max() < 1e-4
-    for quantile in (0.5, 0.9, 0.99, 0.999):
-        assert np.quantile(gaps, quantile) <= 1.5 * np.quantile(noise, quantile)
 
 
 def test_b31_concurrency_overlap_and_chunks_change_no_token(tiny_moe_folder) -> None:

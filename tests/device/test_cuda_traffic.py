@@ -60,7 +60,8 @@ def check_quantiles(ours: np.ndarray, theirs: np.ndarray) -> dict[str, list[floa
     return found
 
 
-def test_2000_mixed_requests_are_replayed(tiny_moe_folder, oracle, figure: Figure) -> None:
+def test_b21_2000_mixed_requests_are_replayed(tiny_moe_folder, oracle, figure: Figure) -> None:
+    """sglang #26380, #29353: tables written while the forward before still read them."""
     harness = gpu_harness(tiny_moe_folder, depth=1, **CROWD)
     asked = mixed_traffic(harness, 2000, seed=1)
     check_pool_is_whole(harness)
