@@ -40,6 +40,7 @@ def filled(text: str, *, works: list[Line], steps: list[Line], capture: list[Lin
     if homeless := sorted(figures.keys() - {*places}):
         raise ValueError(f"scripts/performance.md has no row for {', '.join(homeless)}")
     parts = {"steps": _listed(_steps(steps)), "capture": _listed(map(_cost, capture))}
+    parts |= {"steps at": _commits(steps), "capture at": _commits(capture)}
     for shape in {place.split()[0] for place in places}:
         measured = [figures[place] for place in places if place in figures]
         parts[f"summary {shape}"] = _summary([one for one in measured if one["shape"] == shape])
@@ -77,8 +78,12 @@ def _summary(lines: list[Line]) -> str:
     return text + (
         f"The machine's own rates in these runs: copies {_span(copies)} TB/s, "
         f"{_share(copies, 4.26)} of the floor's; products {_span(products)} TFLOP/s, "
-        f"{_share(products, 790)}."
+        f"{_share(products, 790)}. {_commits(lines)}."
     )
+
+
+def _commits(lines: list[Line]) -> str:
+    return f"Measured at {', '.join(dict.fromkeys(line['commit'] for line in lines))}"
 
 
 def _share(values: list[float], reference: float) -> str:

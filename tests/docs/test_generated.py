@@ -48,7 +48,7 @@ def line_of(work: str, batch: int, value: float, best_peer: float | None) -> dic
     rates = {"copy_GB_per_s": 4230.0, "gemm_TFLOP_per_s": 708.0}
     return {
         "shape": "big", "work": work, "batch": batch, "value": value, "unit": "ms", "floor": 2.0,
-        "best_peer": best_peer, "rates": rates,
+        "best_peer": best_peer, "rates": rates, "commit": f"c{batch}",
     }  # fmt: skip
 
 
@@ -60,13 +60,14 @@ def test_figures_are_filled_in_beside_what_is_said_of_them() -> None:
         "| b, 32 rows | 5.00 ms | 4.00 | 1.25 | 2.00 | 2.50 | so |\n"
         "| c | not measured | | | |  | |\n"
         "Slower than the best other: b at 32. The machine's own rates in these runs: "
-        "copies 4.23 TB/s, 99 % of the floor's; products 708 TFLOP/s, 90 %."
+        "copies 4.23 TB/s, 99 % of the floor's; products 708 TFLOP/s, 90 %. "
+        "Measured at c1, c32."
     )
 
 
 def test_counts_that_agree_stand_once_and_times_of_all_runs() -> None:
     def run(packet_us: float, copies: float = 1.0, batch: int = 256) -> list[dict]:
-        of = {"shape": "big", "batch": batch, "capture": []}
+        of = {"shape": "big", "batch": batch, "capture": [], "commit": f"c{packet_us:.0f}"}
         counts = {"HtoD": copies, "DtoH": 1.0, "graph launches": 1.0}
         return [
             of | {"work": "copies a step: decode", "unit": "copies", "a_step": counts},
@@ -75,8 +76,8 @@ def test_counts_that_agree_stand_once_and_times_of_all_runs() -> None:
 
     counted = "decode: {} copy to the device, 1 back, 0 allocations, 1 graph and 0 kernels launched"
     runs = [*run(27.1), *run(23.8)]
-    assert filled("{{steps}}", works=[], steps=runs, capture=[]) == (
-        f"* {counted.format(1)}\n* packet, us, `big`: 27, 24"
+    assert filled("{{steps}}\n{{steps at}}", works=[], steps=runs, capture=[]) == (
+        f"* {counted.format(1)}\n* packet, us, `big`: 27, 24\nMeasured at c27, c24"
     )
     runs += run(35.3, copies=2.0)
     assert filled("{{steps}}", works=[], steps=runs, capture=[]) == (

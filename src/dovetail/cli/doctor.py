@@ -42,6 +42,7 @@ REQUIRED = (
 OPTIONAL = {
     "huggingface_hub": ("models by their name on the Hugging Face hub", HUB_INSTALL),
     "matplotlib": ("the figure of dovetail mismatch", PLOT_INSTALL),
+    "pillow": ("the picture of dovetail trace", PLOT_INSTALL),
     "transformers": ("the oracle of the tests", "pip install 'dovetail[test]'"),
 }
 

@@ -58,23 +58,29 @@ def model_facts(config: EngineConfig) -> dict[str, Any]:
     }
 
 
+_MEMORY, _STEP_MEMORY = "memory of weights and KV", "memory of a step"
+
+
 def device_means(config: EngineConfig) -> list[dict[str, str]]:
     """Return what computes and what remembers on the device: ``what``, ``by``, ``reason`` each."""
     means = [
         {"what": choice.operations, "by": choice.backend, "reason": choice.reason}
         for choice in kernel_choices(config.device, config.moe_backend)
     ]
+    if config.device == "cuda" and not torch.cuda.is_available():
+        unknown = {"by": "not known", "reason": "no GPU answers here: what its driver can decides"}
+        return [*means, *({"what": what} | unknown for what in (_MEMORY, _STEP_MEMORY))]
     memory: TaggedMemory = host_memory()
     steps: StepMemory = PlainStepMemory("the device is the host")
-    if config.device == "cuda" and torch.cuda.is_available():
+    if config.device == "cuda":
         gpu = torch.device("cuda", 0)
         memory, steps = tagged_memory(gpu), step_memory(gpu)
         if config.memory_fraction is None:
             steps = PlainStepMemory("the pool's size is given, so nothing is measured")
     by = "mapped" if memory.can_unmap else "torch"
-    means.append({"what": "memory of weights and KV", "by": by, "reason": memory.reason})
+    means.append({"what": _MEMORY, "by": by, "reason": memory.reason})
     by = "one segment" if steps.is_reserved else "torch"
-    means.append({"what": "memory of a step", "by": by, "reason": steps.reason})
+    means.append({"what": _STEP_MEMORY, "by": by, "reason": steps.reason})
     return means
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from dovetail.cli import main
@@ -103,6 +104,13 @@ def test_on_a_gpu_each_operation_is_named_with_its_reason() -> None:
     means = {row["what"]: row for row in device_means(config)}
     assert means["fused_moe"]["by"] == "triton" and means["fused_moe"]["reason"]
     assert len(means) == len(kernel_choices("cuda", "triton")) + 2
+
+
+def test_without_a_gpu_it_is_not_known_what_memory_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    means = {row["what"]: row for row in device_means(resolve(options_from({"device": "cuda"})))}
+    for what in ("memory of weights and KV", "memory of a step"):
+        assert means[what]["by"] == "not known" and "no GPU answers" in means[what]["reason"]
 
 
 def test_optional_backends_are_named_with_what_was_chosen_and_why(
