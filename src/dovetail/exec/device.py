@@ -49,6 +49,7 @@ class TransferBlock:
         words: int32 view of ``host`` for the present user of the block.
         host_address, device_address: where they lie, for lanes that copy by address.
         num_bytes: size of either.
+        fence: what its last user left to be waited for, if anything; see ``BlockRing``.
         in_use: between ``BlockRing.acquire`` and ``BlockRing.release``.
     """
 
