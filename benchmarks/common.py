@@ -40,6 +40,13 @@ def describe_run(
     }
 
 
+def add_line(path: Path | None, line: dict[str, object]) -> None:
+    """Add a line to a file of them, if there is one."""
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 def write_newest(path: Path, line: dict[str, object], *, of: Sequence[str]) -> None:
     """Add a line to a file of them, in the place of those that are alike in the fields ``of``."""
     lines = path.read_text().splitlines() if path.exists() else []

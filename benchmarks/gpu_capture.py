@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.common import describe_run
+from benchmarks.common import add_line, describe_run
 from benchmarks.gpu import SHAPES, prompts_of_b, seconds, work_a
 from benchmarks.gpu_rates import gpu_facts, graph_us, stream_us
 from dovetail.capture.sidecar import Sidecar
@@ -347,11 +347,7 @@ def main() -> None:
     about = describe_run(["-m", "benchmarks.gpu_capture", *sys.argv[1:]], "triton", gpu=gpu_facts())
     about |= {"device": torch.cuda.get_device_name()}
     for line in snapshot() if args.snapshot else costs(args):
-        text = json.dumps({"floor": None, **line, **about})
-        print(text, flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(text + "\n")
+        add_line(args.out, {"floor": None, **line, **about})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.common import describe_run
+from benchmarks.common import add_line, describe_run
 from benchmarks.gpu_rates import L2_BYTES, gpu_facts, graph_us
 from dovetail.kernels.backend import Borders, Capture, Kernels, QueryTiles, ShapedLogits
 from dovetail.kernels.registry import load_kernels
@@ -413,9 +413,7 @@ def main() -> None:
             continue
         lines.append(measure(case, run, rates))
         print(json.dumps(lines[-1]), flush=True)
-        if args.output:
-            with args.output.open("a") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
+        add_line(args.output, lines[-1])
     show(lines, rates)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import describe_run
+from benchmarks.common import add_line, describe_run
 from benchmarks.gpu import BATCHES, LONG, SHAPES, params, prompts_of_b, prompts_of_c, work_a
 from benchmarks.gpu_rates import gpu_facts
 from dovetail.core.engine import Engine
@@ -204,9 +204,7 @@ def main() -> None:
             engine.generate([[5] * 40], params(4))  # the first profile of a process sees no graph
         for line in lines_of(engine, args):
             print(json.dumps(line, indent=1), flush=True)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(line | about) + "\n")
+            add_line(args.out, line | about)
 
 
 if __name__ == "__main__":

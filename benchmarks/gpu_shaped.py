@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import describe_run
+from benchmarks.common import add_line, describe_run
 from benchmarks.gpu_rates import gpu_facts
 from benchmarks.stepped import SteppedEngine
 from dovetail.wire.request import LogprobParams
@@ -84,9 +84,7 @@ def main() -> None:
             "value": value, "unit": "ms", "floor": None,
         } | run  # fmt: skip
         print(json.dumps(line), flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        add_line(args.out, line)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import describe_run
+from benchmarks.common import add_line, describe_run
 from benchmarks.gpu_rates import gpu_facts
 from benchmarks.stepped import SteppedEngine
 from dovetail.exec.cuda.device import CudaEvent, CudaLane
@@ -240,12 +240,10 @@ def main() -> None:
     about |= {"device": torch.cuda.get_device_name(), "shape": shape, "batch": args.rows}
     with engine.executor.adopt_thread():
         measured = lines(engine, args.rows)
-    for line in measured:
-        text = json.dumps({"floor": None, "capture": args.capture, **about, **line})
-        print(text, flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(text + "\n")
+    for part in measured:
+        line = {"floor": None, "capture": args.capture, **about, **part}
+        print(json.dumps(line), flush=True)
+        add_line(args.out, line)
 
 
 if __name__ == "__main__":

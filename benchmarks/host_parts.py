@@ -19,7 +19,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import describe_run
+from benchmarks.common import add_line, describe_run
 from dovetail.core.engine import Engine
 from dovetail.core.link import Link
 from dovetail.core.mailbox import News
@@ -158,11 +158,9 @@ def main() -> None:
             line = {"work": f"host time of a step: {work.__name__}", "batch": args.rows}
             line |= {"shape": args.shape or "tiny-moe", "unit": "us", "floor": None}
             parts = clock.take()
-            text = json.dumps(line | {"value": parts["median"]["host"]} | parts | about)
-            print(text, flush=True)
-            if args.out is not None:
-                with args.out.open("a") as file:
-                    file.write(text + "\n")
+            line |= {"value": parts["median"]["host"]} | parts | about
+            print(json.dumps(line), flush=True)
+            add_line(args.out, line)
 
 
 if __name__ == "__main__":

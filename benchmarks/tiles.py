@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import describe_run
+from benchmarks.common import add_line, describe_run
 from benchmarks.gpu_kernels import PAGE_SIZE, SHAPES, Shape, randn
 from benchmarks.gpu_rates import gpu_facts, graph_us
 from dovetail.kernels.backend import QueryTiles
@@ -224,9 +224,7 @@ def main() -> None:
         line |= {"own_us": round(own[0], 2), "own": shown(own[1])}
         line["best"] = [[round(us, 2), shown(tiles)] for us, tiles in best]
         print(json.dumps(line), flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(json.dumps({"floor": None, **line, **about}) + "\n")
+        add_line(args.out, {"floor": None, **line, **about})
 
 
 if __name__ == "__main__":

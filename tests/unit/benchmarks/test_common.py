@@ -1,4 +1,4 @@
-"""What every benchmark line says of its run."""
+"""What every benchmark line says of its run, and where it goes."""
 
 import torch
 
@@ -36,3 +36,11 @@ def test_a_driver_that_nobody_tells_of_has_no_version(monkeypatch, tmp_path) -> 
     smi.write_text("#!/bin/sh\necho 570.1.2\necho 570.1.2\n")
     smi.chmod(0o755)
     assert driver_version() == "570.1.2"
+
+
+def test_lines_are_added_to_a_file_if_there_is_one(tmp_path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for value in (1, 2):
+        common.add_line(path, {"value": value})
+    common.add_line(None, {"value": 3})
+    assert path.read_text() == '{"value": 1}\n{"value": 2}\n'
