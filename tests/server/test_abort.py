@@ -16,6 +16,7 @@ from tests.support.server import Server, read_events, right, start_server
 from tests.support.waiting import until
 
 LONG = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True}  # many seconds
+ABORTED = 'dovetail_generations_total{reason="abort"}'
 ABANDONED = 'dovetail_generations_total{reason="abandoned"}'
 
 
@@ -112,9 +113,11 @@ def test_b81_one_label_twice(narrow: Server) -> None:
 
 
 def test_aborts_of_nothing(narrow: Server) -> None:
+    before = narrow.metric(ABORTED)
     abort(narrow, rid="never-was")
     abort(narrow, rid="never-was", prefix=True)
     abort(narrow, abort_all=True)
+    assert narrow.metric(ABORTED) == before
 
 
 @pytest.mark.parametrize("words", [{"abort_all": True}, {"rid": "group-", "prefix": True}])
@@ -127,11 +130,13 @@ def test_many_at_once(narrow: Server, words: dict[str, Any]) -> None:
         ]  # fmt: skip
         until(lambda: running(narrow) == 2, seconds=20)
         until(lambda: narrow.metric("dovetail_waiting_sequences") >= 5, seconds=20)
+        before = narrow.metric(ABORTED)
         abort(narrow, **words)
         for future in futures:
             reply = future.result(20)
             for one in reply if isinstance(reply, list) else [reply]:
                 well_formed_abort(one)
+    assert narrow.metric(ABORTED) == before + 9, "one of each n"
 
 
 def test_b75_aborts_that_cross_a_finish(narrow: Server) -> None:
