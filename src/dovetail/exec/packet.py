@@ -37,7 +37,6 @@ Words = NDArray[np.int32]
 
 SCALARS = ("num_rows", "num_tokens", "result")
 _ALIGN_WORDS = 4
-"""A power of two."""
 _SLOT_COLUMNS = tuple(item.name for item in dataclasses.fields(SlotWrites) if item.name != "seed")
 _TOKEN_COLUMNS = tuple(item.name for item in dataclasses.fields(TokenWrites))
 
@@ -228,4 +227,4 @@ def read_packet(schema: PacketSchema, words: Words) -> PacketView:
 
 
 def _aligned(num_words: int) -> int:
-    return (num_words + _ALIGN_WORDS - 1) & -_ALIGN_WORDS
+    return -(-num_words // _ALIGN_WORDS) * _ALIGN_WORDS
