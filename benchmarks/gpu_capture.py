@@ -273,7 +273,7 @@ def snapshot() -> Iterator[dict[str, object]]:
     rows = torch.zeros(num_pages * PAGE_SIZE + 1, LAYERS, TOP_K, dtype=torch.int32, device="cuda")
     columns = {"rows": spec}
     config: Any = SimpleNamespace(
-        max_running=TOKENS, max_pages_per_sequence=64, max_step_tokens=TOKENS, columns=columns,
+        max_running=TOKENS, max_page_writes=320, max_step_tokens=TOKENS, columns=columns,
         page_size=PAGE_SIZE, max_payload_bytes=2**22,
     )  # fmt: skip
     schema = packet_schema(config)

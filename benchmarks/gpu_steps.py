@@ -79,13 +79,20 @@ def steady_counts(engine: SteppedEngine, num_steps: int = STEADY) -> Counter[str
     return count_calls(run)
 
 
-def prompt_counts(engine: SteppedEngine, num_steps: int = PROMPTS) -> Counter[str]:
-    """Return the counts of steps that each take a prompt, beside the rows that decode."""
+def prompt_counts(
+    engine: SteppedEngine,
+    num_steps: int = PROMPTS,
+    *,
+    num_prompts: int = 1,
+    prompt_len: int = 100,
+) -> Counter[str]:
+    """Return the counts of steps that each take new prompts, beside the rows that decode."""
 
     def run() -> None:
-        for i in range(num_steps):
-            engine.add([(11 * i + j) % 1000 + 3 for j in range(100)], max_new_tokens=1)
-            engine.loop.step()
+        for i in range(num_steps * num_prompts):
+            engine.add([(11 * i + j) % 1000 + 3 for j in range(prompt_len)], max_new_tokens=1)
+            if (i + 1) % num_prompts == 0:
+                engine.loop.step()
 
     return count_calls(run)
 

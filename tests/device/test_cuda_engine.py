@@ -11,6 +11,7 @@ from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.executor import Executor
 from dovetail.wire.request import LogprobParams, SamplingParams
 from tests.support.checkpoints import random_qwen3_moe
+from tests.support.gpu_engine import let_pytorch_watch
 
 pytestmark = pytest.mark.cuda
 
@@ -109,21 +110,12 @@ def test_a_draw_that_is_shaped_is_that_of_the_cpu() -> None:
 
 @pytest.fixture
 def submissions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each step; PyTorch raises if submitting one makes a call that waits for the GPU."""
-    original, num_rows = Executor.submit, []
+    """Rows of each watched step: those of a GPU, once all is compiled and recorded."""
 
-    def submit(self, plan):
-        if isinstance(self._runner, CudaRunner) and self._runner._graphs._graphs:
-            # All is compiled.
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            num_rows.append(len(plan.rows))
-            return original(self, plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def is_ready(executor: Executor) -> bool:
+        return isinstance(executor._runner, CudaRunner) and bool(executor._runner._graphs._graphs)
 
-    monkeypatch.setattr(Executor, "submit", submit)
-    return num_rows
+    return let_pytorch_watch(monkeypatch, when=is_ready)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

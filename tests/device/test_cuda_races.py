@@ -118,9 +118,10 @@ def fault_of(mutant: Mutant, found: list[str | None]) -> str | None:
     return f"strange: {strange}" if strange else None
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(players, name: str) -> None:
+def test_mutant_is_caught(players, name: str, depth: int) -> None:
     """The first seed that meets it is enough."""
     mutant = MUTANTS[name]
-    line = players["default"].play(name, until_caught=True)
+    line = players["default"].play(name, depth=depth, until_caught=True)
     assert fault_of(mutant, line["found"][mutant.model]) is None

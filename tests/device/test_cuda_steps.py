@@ -6,7 +6,7 @@ import torch
 from benchmarks.gpu_steps import prompt_counts, steady_counts
 from benchmarks.stepped import SteppedEngine
 from dovetail.exec.cuda.runner import CudaRunner
-from dovetail.exec.executor import Executor
+from tests.support.gpu_engine import let_pytorch_watch
 
 pytestmark = pytest.mark.cuda
 
@@ -15,23 +15,9 @@ ROWS, STEPS = 32, 200
 
 def engine_of(**options: object) -> SteppedEngine:
     defaults = {"context_len": 1024, "chunk_size": 512, "num_pages": 4096}
-    engine = SteppedEngine(device="cuda", max_running=ROWS + 1, **defaults | options)
+    engine = SteppedEngine(device="cuda", max_running=ROWS + 8, **defaults | options)
     engine.fill(ROWS, 64, max_new_tokens=500)
     return engine
-
-
-def let_pytorch_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on PyTorch raises if a call of its own would wait while a step is submitted."""
-    original = Executor.submit
-
-    def submit(self, plan):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return original(self, plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(Executor, "submit", submit)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -64,6 +50,20 @@ def test_a_step_with_a_prompt_is_one_copy_in_and_one_out_too() -> None:
     engine.executor.close()
     assert 40 <= found["HtoD"] <= 41 and 39 <= found["DtoH"] <= 41
     assert found["pageable"] == 0 and found["waiting calls"] <= 2
+
+
+def test_a_step_too_large_for_a_graph_copies_and_waits_no_more() -> None:
+    """3,000 prompt tokens beside the rows that decode are launched kernel by kernel."""
+    engine = engine_of(chunk_size=4096, num_pages=8192)
+    prompts = {"num_prompts": 3, "prompt_len": 1000}
+    with engine.executor.adopt_thread():
+        prompt_counts(engine, 3, **prompts)  # compiles
+        found = prompt_counts(engine, 20, **prompts)
+    print(dict(found))
+    engine.executor.close()
+    assert found["graph launches"] == 0 and found["kernel launches"] > 20 * 50
+    assert 20 <= found["HtoD"] <= 21 and 19 <= found["DtoH"] <= 21
+    assert found["pageable"] == found["allocating calls"] == 0 and found["waiting calls"] <= 2
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

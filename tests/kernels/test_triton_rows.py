@@ -19,8 +19,10 @@ from dovetail.exec.cuda.rows import RowCopies
 from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.readback import PayloadLayout, payload_layout
 from dovetail.sched.plan import Readout
-from tests.support.gpu import DEVICE
+from tests.support.gpu import DEVICE, ON_GPU_TOO
 from tests.unit.exec.test_packet import decode_plan
+
+pytestmark = ON_GPU_TOO
 
 NUM_SLOTS, NUM_PAGES = 5, 40
 TOKENS = ColumnSpec(np.dtype(np.int32), (), -1)
@@ -56,7 +58,7 @@ class Memory:
         self.schema = packet_schema(
             SimpleNamespace(
                 max_running=NUM_SLOTS,
-                max_pages_per_sequence=8,
+                max_page_writes=13,
                 max_step_tokens=64,
                 columns=self.columns,
             )  # type: ignore[arg-type]

@@ -16,11 +16,11 @@ from dovetail.kernels.triton.tiles import TileTable
 from dovetail.sampling.sampler import History, draw
 from dovetail.sampling.state import SLOT_COLUMNS, SamplingState
 from dovetail.sched.plan import TokenTable
-from tests.support.gpu import DEVICE, randn
+from tests.support.gpu import DEVICE, ON_GPU_TOO, randn
 from tests.support.harness import make_config
 
 # Where a GPU gives NaN or infinity without a word, the interpreter's numpy warns.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), *ON_GPU_TOO]
 
 VOCAB, PAGE_SIZE, PROMPT_LEN = 270, 4, 9
 NEUTRAL: dict[str, Any] = {

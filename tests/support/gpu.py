@@ -4,10 +4,13 @@ With the interpreter of Triton on the CPU small shapes run in float32 and float1
 products wrong); tests marked ``cuda`` run real shapes in bfloat16.
 """
 
+import pytest
 import torch
 from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU_TOO = [pytest.mark.cuda] if DEVICE.type == "cuda" else []
+"""Marks of tests that are the same in the interpreter and on a GPU, and worth their compiling."""
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import msgspec
 import torch
+from pytest import MonkeyPatch
 
 from dovetail.config.schema import EngineConfig
 from dovetail.dist.comm import LocalComm
 from dovetail.exec.device import Device
 from dovetail.exec.executor import Executor
+from dovetail.exec.pending import PendingStep
 from dovetail.exec.registry import load_backend
 from dovetail.kernels.registry import load_kernels
 from dovetail.models.decoder import DecoderLM
 from dovetail.models.registry import build_model
+from dovetail.sched.plan import StepPlan
 from dovetail.weights.load import load_weights
 from tests.support.harness import Harness, make_config
 
@@ -48,6 +51,30 @@ def gpu_executor(
         return Executor(config, runner, backend.device)
 
     return make
+
+
+def let_pytorch_watch(
+    patch: MonkeyPatch, *, when: Callable[[Executor], bool] = lambda executor: True
+) -> list[int]:
+    """From now on PyTorch raises if a call of its own would wait while a step is submitted.
+
+    Returns:
+        The number of rows of each step that was watched; it grows.
+    """
+    original, num_rows = Executor.submit, list[int]()
+
+    def submit(self: Executor, plan: StepPlan) -> PendingStep:
+        if not when(self):
+            return original(self, plan)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            num_rows.append(len(plan.rows))
+            return original(self, plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    patch.setattr(Executor, "submit", submit)
+    return num_rows
 
 
 def gpu_harness(

@@ -145,6 +145,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.context_len // self.page_size)
 
     @property
+    def max_page_writes(self) -> int:
+        """Entries of page tables that one step may change.
+
+        As many as new prompts of a whole chunk need, the last of which has a whole context of
+        pages, however little of it is in the chunk; each row has one that is not full.
+        """
+        return self.chunk_size // self.page_size + self.max_running + self.max_pages_per_sequence
+
+    @property
     def columns(self) -> dict[str, ColumnSpec]:
         """The per-token columns there are, ``tokens`` first."""
         return column_specs(self.model, self.capture)

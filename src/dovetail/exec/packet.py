@@ -92,12 +92,12 @@ class PacketSchema:
 
 def packet_schema(config: EngineConfig) -> PacketSchema:
     """Return the schema that holds any plan of this configuration."""
-    rows, pages = config.max_running, config.max_pages_per_sequence + config.max_running
+    rows = config.max_running
     return PacketSchema(
         (
             Table("rows", ROW_FIELDS, rows),
             Table("token_ids", (), config.max_step_tokens),
-            Table("pages", PAGE_COLUMNS, pages),
+            Table("pages", PAGE_COLUMNS, config.max_page_writes),
             Table("slots", _SLOT_COLUMNS, rows),
             Table("seeds", (), 2 * rows),
             Table("tokens", _TOKEN_COLUMNS, 2 * MAX_BIASES),

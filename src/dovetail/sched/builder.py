@@ -55,7 +55,7 @@ class PlanBuilder:
         self._scores: list[Score] = []
         self._targets: list[int] = []
         self._readouts: list[Readout] = []
-        self._page_writes_left = config.max_pages_per_sequence + config.max_running
+        self._page_writes_left = config.max_page_writes
         self._token_writes_left = 2 * MAX_BIASES
         self._payload_bytes_left = config.max_payload_bytes - sample_score_bytes(config.max_running)
 

@@ -25,7 +25,7 @@ from tests.support.scripted import plain_config
 
 CONFIG = plain_config(context_len=32, page_size=4, chunk_size=8, max_running=4)
 SCHEMA = packet_schema(CONFIG)
-MAX_PAGES = CONFIG.max_pages_per_sequence + CONFIG.max_running
+MAX_PAGES = CONFIG.max_page_writes
 ROW_FIELDS = Rows.__dataclass_fields__
 SLOT_FIELDS = SlotWrites.__dataclass_fields__
 TOKEN_FIELDS = TokenWrites.__dataclass_fields__

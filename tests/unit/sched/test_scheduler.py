@@ -178,6 +178,24 @@ def test_abort_in_a_prompt_says_so():
 # -- plans ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_prompts_fill_a_chunk_whatever_the_size_of_pages(page_size):
+    """The last one gets a page table of nearly a whole context for its one token in the chunk."""
+    made = stepper(
+        page_size=page_size, num_pages=64 + 1600 // page_size, context_len=130, chunk_size=241,
+        max_running=8,
+    )  # fmt: skip
+    for first in (3, 4, 5):
+        made.add([first], max_new_tokens=9)
+    made.step()
+    plans, submit = [], made.executor.submit
+    made.executor.submit = lambda plan: (plans.append(plan), submit(plan))[1]
+    for first, prompt_len in ((6, 60), (7, 60), (8, 60), (9, 60), (10, 128)):
+        made.add([first] * prompt_len, max_new_tokens=2)
+    made.run()
+    assert plans[0].rows.width.tolist() == [1, 1, 1, 60, 60, 60, 60, 1]
+
+
 def test_decode_goes_on_beside_chunks_of_a_long_prompt():
     """A prompt that takes many chunks does not stop who is decoding already."""
     made = stepper(context_len=64, num_pages=32, chunk_size=4, depth=0)
