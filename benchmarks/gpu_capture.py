@@ -321,8 +321,8 @@ def _packet(config: Any, schema: PacketSchema) -> tuple[Tensor, PayloadLayout]:
     plan = replace(PlanBuilder(config).build(step_id=0, epoch=0), readouts=readouts)
     layout = payload_layout(plan, config.columns)
     words = np.zeros(schema.num_bytes // 4, dtype=np.int32)
-    PacketWriter(schema).write(plan, words, result=0, copies=layout.copies)
-    return torch.from_numpy(words.view(np.uint8)).cuda(), layout
+    PacketWriter(schema).write(plan, words, number=1, result=0, copies=layout.copies)
+    return torch.from_numpy(words).cuda(), layout
 
 
 def main() -> None:

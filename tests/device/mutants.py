@@ -39,8 +39,8 @@ def result_is_read_at_once(patch: MonkeyPatch) -> None:
     """The host reads a result without waiting for its copy."""
     collect = Executor._collect
 
-    def collect_at_once(self: Executor, plan: Any, copied: Any, *args: Any) -> Any:
-        return collect(self, plan, _Past(), *args)
+    def collect_at_once(self: Executor, plan: Any, number: int, copied: Any, *args: Any) -> Any:
+        return collect(self, plan, number, _Past(), *args)
 
     patch.setattr(Executor, "_collect", collect_at_once)
 

@@ -38,11 +38,6 @@ class SleepyLane:
         self._sleep()
         self._lane.submit(fn, *args, reads=reads, writes=writes)
 
-    def upload(self, block: TransferBlock, num_bytes: int) -> None:
-        """Queue a sleep and the copy."""
-        self._sleep()
-        self._lane.upload(block, num_bytes)
-
     def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """Queue a sleep and the copy."""
         self._sleep()

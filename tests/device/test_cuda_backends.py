@@ -87,7 +87,7 @@ def test_graphs_hold_torchs_product_and_wait_for_nothing() -> None:
     )  # fmt: skip
     engine.fill(8, 64, max_new_tokens=300)
     found = steady_counts(engine, 50)
-    assert found["graph launches"] == found["HtoD"] == 50
+    assert found["graph launches"] == 50 and 49 <= found["DtoH"] <= 51
     assert found["kernel launches"] == 0
     assert found["allocations"] == found["allocating calls"] == found["pageable"] == 0
     assert found["waiting calls"] <= 2  # stopping the profile waits

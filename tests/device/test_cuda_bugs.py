@@ -28,7 +28,8 @@ def crowd(harness: Stepper, num_requests: int, *, seed: int) -> list[Asked]:
     """Run requests that come as others go, and now and then lose their memory."""
     rng, asked = np.random.default_rng(seed), []
     while len(asked) < num_requests or harness.is_busy:
-        while len(asked) < num_requests and harness.scheduler.num_waiting < 9:
+        room = 9 - harness.scheduler.num_waiting  # what is added waits from the next step on
+        for _ in range(min(room, num_requests - len(asked))):
             prompt = rng.integers(3, 2000, rng.integers(1, 45)).tolist()
             params = PARAMS | {
                 "sampling_seed": int(rng.integers(2**62)),

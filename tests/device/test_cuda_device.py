@@ -9,7 +9,8 @@ import torch
 from dovetail.errors import DeviceError, InvariantError
 from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.cuda.upload import staged_copies
-from dovetail.exec.ring import joint_blocks, paired_blocks
+from dovetail.exec.device import upload
+from dovetail.exec.ring import paired_blocks
 
 pytestmark = pytest.mark.cuda
 
@@ -72,32 +73,32 @@ def test_host_blocks_have_their_exact_size_and_copies_do_not_wait(device: CudaDe
     assert target.eq(7).all()
 
 
-def test_blocks_are_copied_at_once_in_order_on_any_thread(device: CudaDevice) -> None:
+def test_blocks_come_home_at_once_in_order_from_any_thread(device: CudaDevice) -> None:
     """The driver's copies: they wait for their lane alone, and take a thread that is new here."""
     target = device.device_block(1_000_004)
-    block, back = joint_blocks(device, target, num_blocks=2)
-    block.host.fill_(7)
+    (block,) = paired_blocks(device, [target])
+    block.host.fill_(3)
 
-    def send() -> None:
+    def fetch_from_nowhere() -> None:
+        device.copy.download(block, 0, 4)
+
+    def fetch() -> None:
         device.compute.submit(torch.cuda._sleep, 400_000_000)
-        device.compute.upload(block, 1_000_000)
-        sent.append(device.compute.record())
+        device.compute.submit(target.fill_, 7)
+        device.copy.wait(device.compute.record())
+        device.copy.download(block, 5, 1_000_000)
+        fetched.append(device.copy.record())
 
-    def send_from_nowhere() -> None:
-        device.compute.upload(block, 1_000_004)
-
-    sent: list = []
-    for work in (send_from_nowhere, send):
+    fetched: list = []
+    for work in (fetch_from_nowhere, fetch):
         thread = Thread(target=work)
         thread.start()
         thread.join()
-    assert not sent[0].has_happened  # the sleep is not over, and nobody waited for it
-    device.copy.wait(sent[0])
-    device.copy.download(back, 5, 1_000_000)
-    device.copy.record().wait()
-    assert target.eq(7).all()
-    host = back.host
-    assert host[:5].eq(0).all() and host[5:-4].eq(7).all() and host[-4:].eq(0).all()
+    assert not fetched[0].has_happened  # the sleep is not over, and nobody waited for it
+    fetched[0].wait()
+    host = block.host
+    assert host[:4].eq(0).all() and host[4] == 3
+    assert host[5:-4].eq(7).all() and host[-4:].eq(3).all()
 
 
 def test_without_pinning_the_same_calls_give_the_same_bytes(
@@ -109,14 +110,14 @@ def test_without_pinning_the_same_calls_give_the_same_bytes(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
     target = device.device_block(4096)
     (block,) = paired_blocks(device, [target])
-    assert device.num_unpinned == 1
+    assert device.num_unpinned == 1 and device.address_of(block.host) is None
     monkeypatch.undo()
     block.host.fill_(9)
     device.compute.submit(lambda: target.copy_(block.host, non_blocking=True))
     block.host.fill_(1)  # the copy was over when it returned
     device.compute.record().wait()
     assert target.eq(9).all()
-    device.compute.upload(block, 4096)
+    device.compute.submit(upload, block, 4096)
     block.host.fill_(2)
     written = device.compute.record()
     device.copy.wait(written)

@@ -29,11 +29,6 @@ class SlowLane:
         self._nap()
         self._lane.submit(fn, *args, reads=reads, writes=writes)
 
-    def upload(self, block: TransferBlock, num_bytes: int) -> None:
-        """Queue the copy, sometimes behind a nap."""
-        self._nap()
-        self._lane.upload(block, num_bytes)
-
     def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """Queue the copy, sometimes behind a nap."""
         self._nap()

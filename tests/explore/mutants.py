@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dovetail.attention.paged import DecodeGroup
 from dovetail.cache.ledger import Holding, KVLedger
-from dovetail.exec import batch, executor, runner
-from dovetail.exec.device import Event, Lane, TransferBlock, download
+from dovetail.exec import batch, blocks, executor, runner
+from dovetail.exec.device import Device, Event, Lane, TransferBlock, download
 from dovetail.exec.executor import Executor
 from dovetail.exec.packet import read_packet
 from dovetail.exec.readback import RESULT_WORDS, PayloadLayout
-from dovetail.exec.ring import BlockRing, joint_blocks, paired_blocks
+from dovetail.exec.ring import BlockRing, paired_blocks
 from dovetail.exec.runner import StepRunner
 from dovetail.exec.sim import SimLane
 from dovetail.sched import plan as plan_module
@@ -66,9 +66,9 @@ def result_is_a_view(patch: MonkeyPatch) -> None:
     original = executor.read_result
 
     def read_result(
-        plan: StepPlan, result_words: np.ndarray, *args: Any, max_rows: int
+        plan: StepPlan, result_words: np.ndarray, *args: Any, number: int, max_rows: int
     ) -> StepResult:
-        result = original(plan, result_words, *args, max_rows=max_rows)
+        result = original(plan, result_words, *args, number=number, max_rows=max_rows)
         words = result_words[: RESULT_WORDS * max_rows].reshape(RESULT_WORDS, max_rows)
         words = words[:, : len(plan.rows)]
         return dataclasses.replace(
@@ -210,12 +210,12 @@ def retired_too_early(patch: MonkeyPatch) -> None:
 def one_staging_block(patch: MonkeyPatch) -> None:
     """No mutant: with a single block the staging ring has to wait for its fence in earnest."""
 
-    def shrink(_: None, self: Executor, *args: Any) -> None:
-        packet = self._runner.blocks.packet
-        blocks = joint_blocks(self._device, packet, num_blocks=1)
-        self._staging = BlockRing(self._device, blocks)
+    original = blocks.readable_blocks
 
-    after(patch, Executor, "__init__", shrink)
+    def shrunk(device: Device, num_bytes: int, *, num_blocks: int) -> list[TransferBlock]:
+        return original(device, num_bytes, num_blocks=1)
+
+    patch.setattr(blocks, "readable_blocks", shrunk)
 
 
 def staging_has_no_fence(patch: MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ NO_ROW = r"output: .*has no row for position"
 FOREIGN_ROWS = r"RuntimeError: generator|ValueError: operands|output: .*rows from position"
 NOT_FINITE = r"output: .*not finite"
 BAD_TOKEN = r"IndexError: index out of range"
-JUNK_RESULT = r"ValueError: .* is not a valid RowStatus"
+PACKET = r"InvariantError: the step of packet \d+ ran on packet"
+JUNK_RESULT = rf"{PACKET}|ValueError: .* is not a valid RowStatus"
 JUNK_PACKET = r"(ValueError|IndexError): |InvariantError: a row writes past the pages"
 NO_ROOM = r"InvariantError: \d+ tokens computed in room for \d+"
 FEW_ROWS = "InvariantError: a sequence ends with rows of"
@@ -70,8 +71,8 @@ MUTANTS = [
     Mutant(mutants.staged_late, "ValueError: .*read-only"),
     Mutant(mutants.staged_late_unfrozen, TOKENS, READOUT),
     Mutant(mutants.copy_does_not_wait, JUNK_RESULT, READOUT),
-    Mutant(mutants.retired_too_early, JUNK_RESULT),
-    Mutant(mutants.staging_has_no_fence, STALE, JUNK_PACKET),
+    Mutant(mutants.retired_too_early, JUNK_RESULT, READOUT),
+    Mutant(mutants.staging_has_no_fence, f"{PACKET}|{STALE}", JUNK_PACKET),
     Mutant(mutants.one_result_block, "InvariantError: a ring .* still in use"),
     Mutant(mutants.one_payload_block, "InvariantError: a ring .* still in use"),
     Mutant(mutants.payload_block_released_at_submit, READOUT),

@@ -77,7 +77,7 @@ class Memory:
             rows.view(-1).view(torch.uint8).copy_(noise)
         pages = rng.permutation(NUM_PAGES).reshape(NUM_SLOTS, -1).astype(np.int32)
         self.page_table_SB = torch.from_numpy(pages).to(DEVICE)
-        self.packet = torch.zeros(self.schema.num_bytes, dtype=torch.uint8, device=DEVICE)
+        self.packet = torch.zeros(self.schema.num_bytes // 4, dtype=torch.int32, device=DEVICE)
         self.copies = RowCopies(self.packet, self.schema, self, self.sidecars, page_size=page_size)  # type: ignore[arg-type]
 
     def slots_of(self, readout: Readout) -> Tensor:
@@ -95,8 +95,8 @@ def read_out(memory: Memory, readouts: tuple[Readout, ...]) -> tuple[PayloadLayo
     plan = replace(decode_plan(), readouts=readouts)
     layout = payload_layout(plan, memory.columns)
     words = np.zeros(memory.schema.num_bytes // 4, dtype=np.int32)
-    PacketWriter(memory.schema).write(plan, words, result=0, copies=layout.copies)
-    memory.packet.copy_(torch.from_numpy(words.view(np.uint8)))
+    PacketWriter(memory.schema).write(plan, words, number=1, result=0, copies=layout.copies)
+    memory.packet.copy_(torch.from_numpy(words))
     payload = torch.full((-(-layout.num_bytes // 16) * 16 + 64,), 0xA5, dtype=torch.uint8).to(
         DEVICE
     )

@@ -308,7 +308,7 @@ def test_before_the_first_step_no_transfer_block_is_used(
     assert not taken
     assert all(map(torch.equal, slots, runner._slots.tensors))
     assert runner._inputs.kv_slots_T.eq(runner._kv.sidecars["tokens"].sink).all()
-    assert not runner.blocks.results.any() and not runner.blocks.packet.any()
+    assert not runner.blocks.results.any() and not runner._packets.words.any()
     assert runner._kv.sidecars["experts"].rows[:-1].eq(255).all(), "a row that is not the sink"
     harness.add([5, 6, 7], max_new_tokens=4)
     harness.step()

@@ -273,7 +273,7 @@ class Referee:
     def check_shape(self, plan: StepPlan) -> None:
         """A plan fits its packet and its payload; each sequence is there once; decodes first."""
         rows, config = plan.rows, self.config
-        self._writer.write(plan, self._words, result=0)
+        self._writer.write(plan, self._words, number=1, result=0)
         can_wait = sum(
             readout_bytes(r.end - r.start, COLUMNS.values()) for r in plan.readouts
         ) + sum(

@@ -1,7 +1,7 @@
-"""The device's side of what crosses every step: where packets arrive, and where results wait.
+"""What crosses every step, as the device sees it: where packets lie, and where results wait.
 
 Owns its sizes. A runner has one set, at fixed addresses, before anything is recorded that reads or
-writes it; the executor moves it.
+writes it; the executor fills the packets and moves the results.
 """
 
 from dataclasses import dataclass
@@ -9,24 +9,26 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dovetail.config.schema import EngineConfig
-from dovetail.exec.device import Device
+from dovetail.exec.device import Device, TransferBlock
 from dovetail.exec.packet import packet_schema
-from dovetail.exec.readback import RESULT_WORDS
+from dovetail.exec.readback import num_result_words
+from dovetail.exec.ring import readable_blocks
 
 _ALIGN_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepBlocks:
-    """Blocks of a runner; uint8, on the device.
+    """Blocks of a runner.
 
     Attributes:
-        packet: the plan of the step at hand. One is enough: the compute lane uploads a packet after
-            the last work that reads the one before.
-        results: [blocks, bytes]; each step fills the one that its packet names.
+        packets: a ring; packet ``number``, counted from 1, lies in block ``(number - 1) % blocks``.
+            Before the first one they are zeroed, and so hold a packet without rows, number 0.
+        results: uint8 [blocks, bytes], on the device; each step fills the one that its packet
+            names.
     """
 
-    packet: Tensor
+    packets: list[TransferBlock]
     results: Tensor
 
 
@@ -34,7 +36,11 @@ def step_blocks(config: EngineConfig, device: Device) -> StepBlocks:
     """Allocate the blocks of a runner."""
     num_blocks, num_bytes = num_step_blocks(config), _result_bytes(config)
     results = device.device_block(num_blocks * num_bytes).view(num_blocks, num_bytes)
-    return StepBlocks(device.device_block(packet_schema(config).num_bytes), results)
+    packet_bytes = packet_schema(config).num_bytes
+    packets = readable_blocks(device, packet_bytes, num_blocks=num_blocks)
+    for block in packets:
+        block.host.zero_()
+    return StepBlocks(packets, results)
 
 
 def num_step_blocks(config: EngineConfig) -> int:
@@ -53,7 +59,7 @@ def transfer_bytes(config: EngineConfig) -> int:
 
 
 def _result_bytes(config: EngineConfig) -> int:
-    return _aligned(4 * RESULT_WORDS * config.max_running)
+    return _aligned(4 * num_result_words(config.max_running))
 
 
 def _aligned(num_bytes: int) -> int:

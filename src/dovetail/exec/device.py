@@ -44,27 +44,35 @@ class TransferBlock:
     Attributes:
         index: of the block in its ring.
         host: uint8, see ``Device.host_block``.
-        device: uint8, on the device.
-        owned: the memory that belongs to the block's user alone.
+        device: uint8, on the device; ``host`` itself if the device reads that where it lies.
         words: int32 view of ``host`` for the present user of the block.
-        host_address, device_address: where they lie, for lanes that copy by address.
+        host_address, device_address: where they lie, for whoever reaches them by address.
         num_bytes: size of either.
         fence: what its last user left to be waited for, if anything; see ``BlockRing``.
         in_use: between ``BlockRing.acquire`` and ``BlockRing.release``.
     """
 
-    def __init__(self, index: int, host: Tensor, device: Tensor, owned: tuple[Tensor, ...]) -> None:
+    def __init__(self, index: int, host: Tensor, device: Tensor, device_address: int) -> None:
         self.index = index
         self.host = host
         self.device = device
-        self.owned = owned
         self.host_address = host.data_ptr()
-        self.device_address = device.data_ptr()
+        self.device_address = device_address
         self.num_bytes = len(host)
         self._host_words = host.numpy().view(np.int32)  # once: ``numpy()`` is a torch op
         self.words = self.open()
         self.fence: Event | None = None
         self.in_use = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether host and device read the same memory, so that nothing needs to be copied."""
+        return self.device is self.host
+
+    @property
+    def memories(self) -> tuple[Tensor, ...]:
+        """The pieces of memory that belong to the block's user."""
+        return (self.host,) if self.is_shared else (self.host, self.device)
 
     def open(self) -> NDArray[np.int32]:
         """Give the host side to a new user, writable."""
@@ -93,10 +101,6 @@ class Lane(Protocol):
         """
         ...
 
-    def upload(self, block: TransferBlock, num_bytes: int) -> None:
-        """Queue a copy of a block's first bytes from the host to the device."""
-        ...
-
     def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """Queue a copy of a range of a block's bytes from the device to the host."""
         ...
@@ -122,6 +126,10 @@ class Device(Protocol):
         """Return host memory, uint8 [num_bytes], that the device can copy from and to."""
         ...
 
+    def address_of(self, host_block: Tensor) -> int | None:
+        """Return where the device itself reads and writes a host block; None if it cannot."""
+        ...
+
     def device_block(self, num_bytes: int) -> Tensor:
         """Return zeroed device memory, uint8 [num_bytes], that the compute lane may use at once."""
         ...
@@ -144,7 +152,7 @@ class Device(Protocol):
 
 
 def upload(block: TransferBlock, num_bytes: int) -> None:
-    """Copy, as work of a lane that has no better way."""
+    """Copy, as work of a lane. It has read memory that is not pinned when it returns."""
     block.device[:num_bytes].copy_(block.host[:num_bytes], non_blocking=True)
 
 
@@ -173,10 +181,6 @@ class InlineLane:
         """Run ``fn(*args)``."""
         fn(*args)
 
-    def upload(self, block: TransferBlock, num_bytes: int) -> None:
-        """See ``Lane``."""
-        self.submit(upload, block, num_bytes, reads=(block.host,), writes=(block.device,))
-
     def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """See ``Lane``."""
         self.submit(download, block, begin, end, reads=(block.device,), writes=(block.host,))
@@ -202,6 +206,10 @@ class CpuDevice:
     def host_block(self, num_bytes: int) -> Tensor:
         """Return plain memory; there is nothing to pin."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def address_of(self, host_block: Tensor) -> int | None:
+        """Return where it lies."""
+        return host_block.data_ptr()
 
     def device_block(self, num_bytes: int) -> Tensor:
         """Return plain memory."""
@@ -253,10 +261,6 @@ class ThreadLane:
         """Queue ``fn(*args)``."""
         self._work.put(lambda: fn(*args))
 
-    def upload(self, block: TransferBlock, num_bytes: int) -> None:
-        """See ``Lane``."""
-        self.submit(upload, block, num_bytes, reads=(block.host,), writes=(block.device,))
-
     def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """See ``Lane``."""
         self.submit(download, block, begin, end, reads=(block.device,), writes=(block.host,))
@@ -301,6 +305,10 @@ class ThreadedCpuDevice:
     def host_block(self, num_bytes: int) -> Tensor:
         """Return plain memory; there is nothing to pin."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def address_of(self, host_block: Tensor) -> int | None:
+        """Return where it lies."""
+        return host_block.data_ptr()
 
     def device_block(self, num_bytes: int) -> Tensor:
         """Return plain memory."""

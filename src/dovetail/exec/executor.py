@@ -1,8 +1,8 @@
 """Runs plans on a device: stage, run, copy out.
 
 Owns the lanes and the transfer rings. ``submit`` queues a step and returns; nothing in
-it waits for a forward. A step's data crosses to the device in one packet on the compute
-lane, and comes back on the copy lane in one result block, with one payload block beside
+it waits for a forward. A step's data crosses to the device in one packet, which the compute
+lane takes, and comes back on the copy lane in one result block, with one payload block beside
 it if the plan asks for more than tokens. Must not know what a device's memory looks
 like: that is the business of its ``Runner``.
 """
@@ -17,12 +17,15 @@ from torch import Tensor
 
 from dovetail.config.schema import EngineConfig
 from dovetail.exec.blocks import StepBlocks, num_step_blocks, payload_bytes
-from dovetail.exec.device import Device, Event, TransferBlock
+from dovetail.exec.device import Device, Event, TransferBlock, upload
 from dovetail.exec.packet import PacketWriter, packet_schema
 from dovetail.exec.pending import PendingStep
 from dovetail.exec.readback import Bytes, PayloadLayout, payload_layout, read_result, read_rows
-from dovetail.exec.ring import BlockRing, joint_blocks, paired_blocks
+from dovetail.exec.ring import BlockRing, paired_blocks
 from dovetail.sched.plan import ReadRows, StepPlan, StepResult
+
+_ROUNDS = 2**20
+"""Of the ring of packets, after which their numbers begin again."""
 
 
 class Graphs(Protocol):
@@ -39,7 +42,7 @@ class Runner(Protocol):
     All methods run as work of the compute lane, in order. Blocks are uint8, on the device.
 
     Attributes:
-        blocks: what a packet is sent to, and what results are packed into.
+        blocks: what packets are taken from, in turn, and what results are packed into.
         graphs: the steps that are recorded; None where each is launched by itself.
     """
 
@@ -90,7 +93,8 @@ class Executor:
         num_blocks, blocks = num_step_blocks(config), runner.blocks
         payloads = [device.device_block(payload_bytes(config)) for _ in range(num_blocks)]
         ring = partial(BlockRing, device)
-        self._staging = ring(joint_blocks(device, blocks.packet, num_blocks=num_blocks))
+        self._staging = ring(blocks.packets)
+        self._last_number, self._max_number = 0, _ROUNDS * len(blocks.packets)
         self._results = ring(paired_blocks(device, blocks.results))
         self._payloads = ring(paired_blocks(device, payloads))
 
@@ -105,7 +109,8 @@ class Executor:
         layout = payload_layout(plan, self._columns)
         payload = self._payloads.acquire() if layout.num_bytes else None
         result = self._results.acquire()
-        staged = self._stage(plan, result, layout)
+        number = self._last_number = self._last_number % self._max_number + 1
+        staged = self._stage(plan, number, result, layout)
         read = self._submit_readouts(plan, staged, layout, payload)
         compute.submit(
             self._run,
@@ -125,7 +130,7 @@ class Executor:
         copied = copy.record()
         return PendingStep(
             plan,
-            partial(self._collect, plan, copied, staged, retired, result, payload, layout),
+            partial(self._collect, plan, number, copied, staged, retired, result, payload, layout),
             partial(self._read, plan, read, payload, layout),
         )
 
@@ -144,12 +149,19 @@ class Executor:
 
     # -- host side -----------------------------------------------------------------------
 
-    def _stage(self, plan: StepPlan, result: TransferBlock, layout: PayloadLayout) -> TransferBlock:
-        """Write the packet and send it; from here on its host memory is frozen."""
+    def _stage(
+        self, plan: StepPlan, number: int, result: TransferBlock, layout: PayloadLayout
+    ) -> TransferBlock:
+        """Write the packet to where its step takes it; from here on that memory is frozen."""
         block = self._staging.acquire()
-        num_words = self._writer.write(plan, block.words, result=result.index, copies=layout.copies)
+        num_words = self._writer.write(
+            plan, block.words, number=number, result=result.index, copies=layout.copies
+        )
         block.freeze()
-        self._device.compute.upload(block, 4 * num_words)
+        if not block.is_shared:
+            self._device.compute.submit(
+                upload, block, 4 * num_words, reads=(block.host,), writes=(block.device,)
+            )
         return block
 
     def _submit_readouts(
@@ -196,6 +208,7 @@ class Executor:
     def _collect(
         self,
         plan: StepPlan,
+        number: int,
         copied: Event,
         staged: TransferBlock,
         retired: Event,
@@ -210,6 +223,7 @@ class Executor:
             result.words,
             _bytes(payload),
             layout,
+            number=number,
             max_rows=self._config.max_running,
         )
         self._results.release(result)

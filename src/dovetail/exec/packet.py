@@ -3,7 +3,7 @@
 Owns its layout: a static schema of tables of int32-wide columns, each table at a 16-byte aligned
 offset and its columns one after the other, and a header that holds scalars and each table's offset
 and length: 0 and 0 of a table that has nothing. Rows are left out if they are those of the step
-before. Only the used prefix is sent. No tensors here.
+before. Only the used prefix is read. No tensors here.
 
 Written once a step, with most code and data gone from the processor's caches: what counts is how
 many places of memory the writer touches.
@@ -35,7 +35,8 @@ from dovetail.sched.plan import (
 
 Words = NDArray[np.int32]
 
-SCALARS = ("num_rows", "num_tokens", "result")
+SCALARS = ("num_rows", "num_tokens", "result", "number", "num_words")
+NUMBER, NUM_WORDS = SCALARS.index("number"), SCALARS.index("num_words")
 _ALIGN_WORDS = 4
 _SLOT_COLUMNS = tuple(item.name for item in dataclasses.fields(SlotWrites) if item.name != "seed")
 _TOKEN_COLUMNS = tuple(item.name for item in dataclasses.fields(TokenWrites))
@@ -128,13 +129,14 @@ class PacketWriter:
         self._last_rows: Rows | None = None
 
     def write(
-        self, plan: StepPlan, words: Words, *, result: int, copies: Words = _NO_COPIES
+        self, plan: StepPlan, words: Words, *, number: int, result: int, copies: Words = _NO_COPIES
     ) -> int:
         """Write ``plan`` into ``words`` and return the number of words used.
 
         Args:
             plan: what the device is to do.
-            words: host memory of a staging block.
+            words: host memory of the block of the packet.
+            number: of the packet, from 1 on; the step leaves it in its result.
             result: index of the block in which the step leaves its result.
             copies: those of the plan's read-outs, see ``exec.readback.COPY_COLUMNS``.
 
@@ -145,7 +147,7 @@ class PacketWriter:
         end = self._begin
         words[:end] = 0
         num_rows = len(plan.rows)
-        words[0], words[1], words[2] = num_rows, plan.num_tokens, result  # as in ``SCALARS``
+        words[0], words[1], words[2], words[3] = num_rows, plan.num_tokens, result, number
         if num_rows and plan.rows is not self._last_rows:
             end = _put(words, end, self._rows, num_rows, _joined(plan.rows, ROW_FIELDS))
             self._last_rows = plan.rows  # read-outs alone leave what there is
@@ -165,6 +167,7 @@ class PacketWriter:
             end = _put(words, end, self._targets, len(plan.targets), plan.targets)
         if copies.size:
             end = _put(words, end, self._copies, copies.shape[1], copies.reshape(-1))
+        words[NUM_WORDS] = end
         return end
 
 
@@ -201,6 +204,7 @@ class PacketView:
     Attributes:
         num_rows, num_tokens: of the step.
         result: index of the block in which the step leaves its result.
+        number: of the packet.
         fields: ``table.column`` or ``table`` -> int32 view of the block; if those of the rows are
             empty, the rows are those of the step before.
     """
@@ -208,6 +212,7 @@ class PacketView:
     num_rows: int
     num_tokens: int
     result: int
+    number: int
     fields: dict[str, Words]
 
 
@@ -222,8 +227,8 @@ def read_packet(schema: PacketSchema, words: Words) -> PacketView:
             offset += length
         if not table.columns:
             fields[table.name] = words[offset : offset + length]
-    num_rows, num_tokens, result = header[: len(SCALARS)]
-    return PacketView(num_rows, num_tokens, result, fields)
+    num_rows, num_tokens, result, number, _ = header[: len(SCALARS)]
+    return PacketView(num_rows, num_tokens, result, number, fields)
 
 
 def _aligned(num_words: int) -> int:

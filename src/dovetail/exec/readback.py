@@ -16,7 +16,8 @@ from dovetail.errors import InvariantError
 from dovetail.sched.plan import Readout, ReadRows, Score, StepPlan, StepResult, TokenScores
 
 RESULT_WORDS = 3
-"""Words a row of the result block: token id, logprob bits, status."""
+"""Words a row of the result block: token id, logprob bits, status. Behind those of all rows stands
+one more, the packet's number."""
 
 BROKEN_ROW = -1
 """What a device writes as the status of a row that breaks a rule, where it cannot raise."""
@@ -30,6 +31,11 @@ number among all columns."""
 
 KV_SLOTS = ColumnSpec(np.dtype(np.int64), (), -1)
 """What a snapshot holds beside its columns: where each token's state is kept."""
+
+
+def num_result_words(max_rows: int) -> int:
+    """Return the words of a result block."""
+    return RESULT_WORDS * max_rows + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +165,7 @@ def read_result(
     block: Bytes,
     layout: PayloadLayout,
     *,
+    number: int,
     max_rows: int,
 ) -> StepResult:
     """Return the step's result as copies of what lies in its host blocks.
@@ -167,11 +174,16 @@ def read_result(
         plan: the step's.
         result_words, block: its result block and its payload block.
         layout: of the latter.
+        number: of the step's packet.
         max_rows: see ``RESULT_WORDS``.
 
     Raises:
-        InvariantError: the device found that a row breaks a rule.
+        InvariantError: the step ran on another packet, or the device found that a row breaks a
+            rule.
     """
+    if len(plan.rows) and result_words[RESULT_WORDS * max_rows] != number:
+        found = result_words[RESULT_WORDS * max_rows]
+        raise InvariantError(f"the step of packet {number} ran on packet {found}")
     table = result_words[: RESULT_WORDS * max_rows].reshape(RESULT_WORDS, max_rows)
     words = table[:, : len(plan.rows)].copy()
     broken = np.flatnonzero(words[2] == BROKEN_ROW)

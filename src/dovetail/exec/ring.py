@@ -10,14 +10,24 @@ from dovetail.exec.device import Device, Event, TransferBlock
 
 def paired_blocks(device: Device, memories: Iterable[Tensor]) -> list[TransferBlock]:
     """Return a block for each of these pieces of device memory."""
-    pairs = [(device.host_block(len(memory)), memory) for memory in memories]
-    return [TransferBlock(i, host, own, (host, own)) for i, (host, own) in enumerate(pairs)]
+    return [
+        TransferBlock(i, device.host_block(len(memory)), memory, memory.data_ptr())
+        for i, memory in enumerate(memories)
+    ]
 
 
-def joint_blocks(device: Device, memory: Tensor, *, num_blocks: int) -> list[TransferBlock]:
-    """Return blocks that take turns in one piece of device memory: the lane's order keeps them."""
-    hosts = [device.host_block(len(memory)) for _ in range(num_blocks)]
-    return [TransferBlock(i, host, memory, (host,)) for i, host in enumerate(hosts)]
+def readable_blocks(device: Device, num_bytes: int, *, num_blocks: int) -> list[TransferBlock]:
+    """Return blocks that the device reads in the host's memory, or in its own where it cannot."""
+    blocks = []
+    for i in range(num_blocks):
+        host = device.host_block(num_bytes)
+        address = device.address_of(host)
+        if address is None:
+            memory = device.device_block(num_bytes)
+            blocks.append(TransferBlock(i, host, memory, memory.data_ptr()))
+        else:
+            blocks.append(TransferBlock(i, host, host, address))
+    return blocks
 
 
 class BlockRing:
@@ -44,7 +54,7 @@ class BlockRing:
             raise InvariantError("a ring of transfer blocks came round to a block still in use")
         if block.fence is not None:
             block.fence.wait()
-        for memory in block.owned:
+        for memory in block.memories:
             self._device.recycle(memory)
         block.open()
         block.in_use = True

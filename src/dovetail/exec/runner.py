@@ -43,7 +43,8 @@ class StepRunner:
         self._config = config
         self._schema = packet_schema(config)
         self.blocks = step_blocks(config, device)
-        self._packet = self.blocks.packet.numpy().view(np.int32)
+        self._packets = [block.device.numpy().view(np.int32) for block in self.blocks.packets]
+        self._last_number = 0
         self._results = self.blocks.results.numpy().view(np.int32)
         self._model = model
         self._kv = KVStore(config, device)
@@ -73,7 +74,9 @@ class StepRunner:
         self, plan: StepPlan, layout: PayloadLayout, result: Tensor, payload: Tensor | None
     ) -> None:
         """See ``Runner``; what there is to know stands in the packet."""
-        packet = read_packet(self._schema, self._packet)
+        words = self._packets[self._last_number % len(self._packets)]
+        packet = read_packet(self._schema, words)
+        self._last_number = packet.number
         self.run_packet(
             packet,
             layout,
@@ -110,6 +113,7 @@ class StepRunner:
         self._keep_rows(batch)
         self._state.kv_len[batch.rows.slot] = batch.end_R
         draws, draw_of_row = self._draw(batch, hidden_TM, result)
+        result[RESULT_WORDS * self._config.max_running] = packet.number
         self._mark_spoilt_rows(batch, hidden_TM, result)
         if payload is not None:
             self._pack_snapshot(batch, layout, payload)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import DeviceError, InvariantError
-from dovetail.exec.device import Event, Lane, TransferBlock, download, upload
+from dovetail.exec.device import Event, Lane, TransferBlock, download
 from dovetail.exec.memory import TaggedMemory, host_memory
 
 POISON_BYTE = 0xA5
@@ -54,10 +54,6 @@ class SimLane:
         self._device.check_access(self, reads, writes)
         self._items.append(lambda: fn(*args))
         self._device.run_some()
-
-    def upload(self, block: TransferBlock, num_bytes: int) -> None:
-        """See ``Lane``."""
-        self.submit(upload, block, num_bytes, reads=(block.host,), writes=(block.device,))
 
     def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """See ``Lane``."""
@@ -119,6 +115,10 @@ class SimDevice:
     def host_block(self, num_bytes: int) -> Tensor:
         """Return plain memory."""
         return torch.full((num_bytes,), POISON_BYTE, dtype=torch.uint8)
+
+    def address_of(self, host_block: Tensor) -> int | None:
+        """Return where it lies: work of the compute lane reads it when it runs."""
+        return host_block.data_ptr()
 
     def device_block(self, num_bytes: int) -> Tensor:
         """Return plain memory."""

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from dovetail.exec.device import Device, Event, Lane, TransferBlock, download, upload
+from dovetail.exec.device import Device, Event, Lane, TransferBlock, download
 
 Stamp = TypeVar("Stamp")
 
@@ -135,10 +135,6 @@ class TracedLane:
     ) -> None:
         """Queue ``fn(*args)``; see ``Lane``."""
         self._lane.submit(self._recorder.work(self._name, fn), *args, reads=reads, writes=writes)
-
-    def upload(self, block: TransferBlock, num_bytes: int) -> None:
-        """See ``Lane``."""
-        self.submit(upload, block, num_bytes, reads=(block.host,), writes=(block.device,))
 
     def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """See ``Lane``."""

@@ -35,7 +35,7 @@ def test_a_trace_has_every_call_and_work_of_its_steps(tmp_path: Path, capsys) ->
     assert steps == list(range(steps[0], steps[0] + 5))
     once = [
         *((f"host: {name}", name) for name in ("plan", "submit", "wait", "commit")),
-        ("compute lane", "upload"), ("compute lane", "run"), ("copy lane", "download"),
+        ("compute lane", "run"), ("copy lane", "download"),
     ]  # fmt: skip
     assert sorted(shown) == sorted((row, name, step) for row, name in once for step in steps)
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")

@@ -40,7 +40,14 @@ class Driver(SimpleNamespace):
         self.cuEventQuery = query
         for name in ("cuEventCreate", "cuEventDestroy_v2", "cuEventRecord", "cuStreamWaitEvent"):
             setattr(self, name, lambda *args: self.code)
-        self.cuMemcpyHtoDAsync_v2 = lambda *args: copy(*args)
+
+        def address_of(address, host, flags):
+            if not self.has_context:
+                return NO_CONTEXT
+            address._obj.value = host + 2**40
+            return self.code
+
+        self.cuMemHostGetDevicePointer_v2 = address_of
         self.cuMemcpyDtoHAsync_v2 = lambda *args: copy(*args)
         self.cuCtxSetCurrent, self.cuGetErrorName = set_current, name_of
 
@@ -49,20 +56,23 @@ class Driver(SimpleNamespace):
 def test_bytes_go_to_where_they_should_on_any_thread(has_context):
     driver = Driver(has_context=has_context)
     calls = DriverCalls(driver, CONTEXT)
-    host, device = np.arange(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
-    calls.upload(host.ctypes.data, device.ctypes.data, 5, STREAM)
-    assert device.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-    device[:] = 9
+    host, device = np.arange(8, dtype=np.uint8), np.full(8, 9, dtype=np.uint8)
     calls.download(device.ctypes.data + 6, host.ctypes.data + 6, 2, STREAM)
     assert host.tolist() == [0, 1, 2, 3, 4, 5, 9, 9]
-    assert driver.calls == [(5, STREAM), (2, STREAM)]
+    assert driver.calls == [(2, STREAM)]
+
+
+@pytest.mark.parametrize("has_context", [True, False])
+def test_memory_of_the_host_has_an_address_for_the_gpu(has_context):
+    calls = DriverCalls(Driver(has_context=has_context), CONTEXT)
+    assert calls.address_of(77) == 77 + 2**40
 
 
 def test_a_failure_is_an_error_that_names_it():
     block = np.zeros(8, dtype=np.uint8).ctypes.data
     calls = DriverCalls(Driver(code=FAILED), CONTEXT)
     with pytest.raises(DeviceError, match="CUDA_ERROR_700"):
-        calls.upload(block, block, 4, STREAM)
+        calls.download(block, block, 4, STREAM)
     calls = DriverCalls(Driver(code=NO_CONTEXT), CONTEXT)  # it had one, and still
     with pytest.raises(DeviceError, match="CUDA_ERROR_201"):
         calls.download(block, block, 4, STREAM)
@@ -82,8 +92,8 @@ def test_no_call_is_bound_that_could_wait():
 
     DriverCalls(Named(), CONTEXT)
     assert Named.names == {
-        "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventCreate", "cuEventDestroy_v2",
-        "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent",
+        "cuMemcpyDtoHAsync_v2", "cuMemHostGetDevicePointer_v2", "cuEventCreate",
+        "cuEventDestroy_v2", "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent",
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from dovetail.errors import InvariantError
-from dovetail.exec.packet import PacketWriter, packet_schema, read_packet
+from dovetail.exec.packet import NUM_WORDS, PacketWriter, packet_schema, read_packet
 from dovetail.exec.readback import COPY_COLUMNS, payload_layout
 from dovetail.sched.plan import (
     FROM_DEVICE,
@@ -117,11 +117,12 @@ def test_a_plan_is_read_as_it_was_written(written):
     writer, known = PacketWriter(SCHEMA), {}
     for result, plan in enumerate(plan for plan in written for _ in range(2)):
         words = block()
-        num_words = writer.write(plan, words, result=result)
+        num_words = writer.write(plan, words, number=result + 7, result=result)
+        assert words[NUM_WORDS] == num_words
         words[num_words:] = 0x0BADBEEF  # what is not sent cannot be read
         packet = read_packet(SCHEMA, words)
         assert (packet.num_rows, packet.num_tokens) == (len(plan.rows), plan.num_tokens)
-        assert packet.result == result
+        assert (packet.result, packet.number) == (result, result + 7)
         assert same_bits(packet.fields["token_ids"], plan.token_ids)
         for name in PAGE_COLUMNS:
             assert same_bits(packet.fields[f"pages.{name}"], plan.page_writes.column(name))
@@ -141,8 +142,8 @@ def test_a_plan_is_read_as_it_was_written(written):
 @given(plans())
 def test_nothing_is_left_of_the_packet_that_was_in_the_block_before(plan):
     writer, words = PacketWriter(SCHEMA), block()
-    writer.write(plan, words, result=1)
-    writer.write(decode_plan(), words, result=0)
+    writer.write(plan, words, number=1, result=1)
+    writer.write(decode_plan(), words, number=1, result=0)
     left = {n: len(f) for n, f in read_packet(SCHEMA, words).fields.items() if len(f)}
     assert left == {f"rows.{name}": 3 for name in ROW_FIELDS}
 
@@ -155,7 +156,7 @@ def test_what_is_read_out_is_read_as_it_was_written():
     )
     plan, words = dataclasses.replace(decode_plan(), readouts=readouts), block()
     layout = payload_layout(plan, CONFIG.columns)
-    PacketWriter(SCHEMA).write(plan, words, result=0, copies=layout.copies)
+    PacketWriter(SCHEMA).write(plan, words, number=1, result=0, copies=layout.copies)
     fields = read_packet(SCHEMA, words).fields
     assert {name: fields[f"copies.{name}"].tolist() for name in COPY_COLUMNS} == {
         "column": [0, 0, 0],
@@ -169,7 +170,7 @@ def test_what_is_read_out_is_read_as_it_was_written():
 @given(plans())
 def test_tables_are_aligned_and_columns_do_not_overlap(plan):
     words = block()
-    num_words = PacketWriter(SCHEMA).write(plan, words, result=0)
+    num_words = PacketWriter(SCHEMA).write(plan, words, number=1, result=0)
     base = words.__array_interface__["data"][0]
     spans = []
     for field in read_packet(SCHEMA, words).fields.values():
@@ -186,15 +187,15 @@ def test_tables_are_aligned_and_columns_do_not_overlap(plan):
 def sent_columns(writer: PacketWriter, plan: StepPlan) -> set[str]:
     """Write a plan, and return which columns of its rows are in the packet."""
     words = block()
-    writer.write(plan, words, result=0)
+    writer.write(plan, words, number=1, result=0)
     fields = read_packet(SCHEMA, words).fields
     return {name for name in ROW_FIELDS if len(fields[f"rows.{name}"])}
 
 
 def test_a_steady_decode_step_sends_its_header_alone():
     writer, plan, words = PacketWriter(SCHEMA), decode_plan(), block()
-    assert writer.write(plan, block(), result=0) > SCHEMA.header_words
-    assert writer.write(plan, words, result=0) == SCHEMA.header_words
+    assert writer.write(plan, block(), number=1, result=0) > SCHEMA.header_words
+    assert writer.write(plan, words, number=1, result=0) == SCHEMA.header_words
     packet = read_packet(SCHEMA, words)
     assert packet.num_rows == packet.num_tokens == 3
     assert not any(len(field) for field in packet.fields.values())
@@ -204,7 +205,7 @@ def test_rows_that_got_pages_send_those_alone():
     writer, plan, words = PacketWriter(SCHEMA), decode_plan(), block()
     assert sent_columns(writer, plan) == set(ROW_FIELDS)
     pages = PageWrites(np.arange(len(PAGE_COLUMNS) * 2, dtype=np.int32).reshape(-1, 2))
-    writer.write(dataclasses.replace(plan, page_writes=pages), words, result=0)
+    writer.write(dataclasses.replace(plan, page_writes=pages), words, number=1, result=0)
     sent = {name for name, field in read_packet(SCHEMA, words).fields.items() if len(field)}
     assert sent == {f"pages.{name}" for name in PAGE_COLUMNS}
 
@@ -248,7 +249,7 @@ def test_a_plan_that_is_too_large_is_our_own_fault(field, too_many):
     kept = {name: getattr(steady, name) for name in parts if name != field}
     plan = StepPlan(step_id=0, epoch=0, **kept, **{field: parts[field]})
     with pytest.raises(InvariantError, match=f"has {too_many}|has {2 * too_many}"):
-        PacketWriter(SCHEMA).write(plan, block(), result=0)
+        PacketWriter(SCHEMA).write(plan, block(), number=1, result=0)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_rows_that_would_shift_others_are_our_own_fault(changed):
     plan = decode_plan(3)
     plan = dataclasses.replace(plan, rows=dataclasses.replace(plan.rows, **changed))
     with pytest.raises(InvariantError, match=r"words of rows are not 5 x 3"):
-        PacketWriter(SCHEMA).write(plan, block(), result=0)
+        PacketWriter(SCHEMA).write(plan, block(), number=1, result=0)
 
 
 def test_plans_are_frozen():

@@ -5,7 +5,7 @@ import pytest
 
 from dovetail.errors import InvariantError
 from dovetail.exec.device import CpuDevice, Device
-from dovetail.exec.ring import BlockRing, joint_blocks, paired_blocks
+from dovetail.exec.ring import BlockRing, paired_blocks, readable_blocks
 from dovetail.exec.sim import POISON_BYTE, SimDevice
 
 
@@ -94,14 +94,19 @@ def test_a_simulated_device_fills_returned_blocks_with_junk():
     assert block.words.dtype == np.int32
 
 
-def test_blocks_of_one_piece_of_device_memory_leave_it_to_the_lane():
-    """A user of the host's side comes before the last one's device work is done."""
+@pytest.mark.parametrize("can_read", [True, False])
+def test_a_device_reads_blocks_in_the_hosts_memory_where_it_can(can_read, monkeypatch):
     device = SimDevice(seed=0)
-    memory = device.device_block(16)
-    ring = BlockRing(device, joint_blocks(device, memory, num_blocks=2))
-    first, second = ring.acquire(), ring.acquire()
-    assert first.device is second.device is memory and first.host is not second.host
-    memory.fill_(7)
-    ring.release(first)
-    assert ring.acquire() is first and (first.host.numpy() == POISON_BYTE).all()
-    assert (memory.numpy() == 7).all()
+    if not can_read:
+        monkeypatch.setattr(device, "address_of", lambda host: None)
+    blocks = readable_blocks(device, 16, num_blocks=2)
+    ring = BlockRing(device, blocks)
+    for block in blocks:
+        assert block.is_shared == can_read
+        assert (block.device_address == block.host_address) == can_read
+        assert block.device_address == block.device.data_ptr()
+        for memory in (block.host, block.device):
+            memory.zero_()
+        assert ring.acquire() is block
+        assert (block.host.numpy() == POISON_BYTE).all()
+        assert (block.device.numpy() == POISON_BYTE).all()

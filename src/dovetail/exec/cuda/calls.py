@@ -38,8 +38,8 @@ class DriverCalls:
         self._context = ctypes.c_void_p(context)
         address, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         for name, types in (
-            ("cuMemcpyHtoDAsync_v2", [address, pointer, size, pointer]),
             ("cuMemcpyDtoHAsync_v2", [pointer, address, size, pointer]),
+            ("cuMemHostGetDevicePointer_v2", [pointer, pointer, ctypes.c_uint]),
             ("cuEventCreate", [pointer, ctypes.c_uint]),
             ("cuEventDestroy_v2", [pointer]),
             ("cuEventRecord", [pointer, pointer]),
@@ -47,23 +47,24 @@ class DriverCalls:
             ("cuStreamWaitEvent", [pointer, pointer, ctypes.c_uint]),
         ):
             getattr(driver, name).argtypes = types
-        self._upload = driver.cuMemcpyHtoDAsync_v2
         self._download = driver.cuMemcpyDtoHAsync_v2
         self._record = driver.cuEventRecord
         self._query = driver.cuEventQuery
         self._wait = driver.cuStreamWaitEvent
-
-    def upload(self, host: int, device: int, num_bytes: int, stream: int) -> None:
-        """Queue a copy."""
-        code = self._upload(device, host, num_bytes, stream)
-        if code:
-            self._call_again(code, self._upload, device, host, num_bytes, stream)
 
     def download(self, device: int, host: int, num_bytes: int, stream: int) -> None:
         """Queue a copy."""
         code = self._download(host, device, num_bytes, stream)
         if code:
             self._call_again(code, self._download, host, device, num_bytes, stream)
+
+    def address_of(self, host: int) -> int:
+        """Return the address at which the GPU reads pinned memory of the host."""
+        get, address = self._driver.cuMemHostGetDevicePointer_v2, ctypes.c_uint64()
+        code = get(ctypes.byref(address), host, 0)
+        if code:
+            self._call_again(code, get, ctypes.byref(address), host, 0)
+        return address.value
 
     def new_event(self) -> int:
         """Return an event that was never recorded."""

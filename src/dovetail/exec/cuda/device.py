@@ -20,6 +20,9 @@ from dovetail.exec.cuda.driver import tagged_memory
 from dovetail.exec.device import WAIT_SECONDS, Event, Lane, TransferBlock
 from dovetail.exec.memory import TaggedMemory
 
+_MAPPED = 2
+"""cudaHostRegisterMapped: the GPU may read the memory where it lies."""
+
 _FAULTS = (torch.AcceleratorError, torch.OutOfMemoryError)
 _FAULT_WORDS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
 """What a launch raises when the GPU has failed or is full. Triton and what calls cuBLAS have no
@@ -102,14 +105,6 @@ class CudaLane:
                 raise
             raise DeviceError(f"work on lane {self.name} failed: {error}") from error
 
-    def upload(self, block: TransferBlock, num_bytes: int) -> None:
-        """See ``Lane``. From memory that is not pinned all of Python waits until it has been read.
-
-        Raises:
-            DeviceError: the GPU failed.
-        """
-        self._calls.upload(block.host_address, block.device_address, num_bytes, self._handle)
-
     def download(self, block: TransferBlock, begin: int, end: int) -> None:
         """See ``Lane``. To memory that is not pinned all of Python waits for the copy.
 
@@ -161,7 +156,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
-        calls = driver_calls(self.torch_device)
+        calls = self._calls = driver_calls(self.torch_device)
         lanes = (
             CudaLane("compute", self.torch_device, calls),
             CudaLane("copy", self.torch_device, calls),
@@ -185,12 +180,18 @@ class CudaDevice:
         """
         block = torch.zeros(num_bytes, dtype=torch.uint8)
         runtime: Any = torch.cuda.cudart()  # a module without types
-        if int(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0)) == 0:
+        if int(runtime.cudaHostRegister(block.data_ptr(), num_bytes, _MAPPED)) == 0:
             self._pinned.append(block)
         else:
             self.num_unpinned += 1
             self._take_error()
         return block
+
+    def address_of(self, host_block: Tensor) -> int | None:
+        """Return where the GPU reads a host block; None if that could not be pinned."""
+        if not any(pinned is host_block for pinned in self._pinned):
+            return None
+        return self._calls.address_of(host_block.data_ptr())
 
     def _take_error(self) -> None:
         """CUDA hands a refusal to the next launch as well; let that be one of no importance."""

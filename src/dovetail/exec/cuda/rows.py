@@ -128,7 +128,7 @@ class RowCopies:
     """Copies rows of the sidecars; launches alone, so as work of the compute lane.
 
     Args:
-        packet: uint8, where packets arrive.
+        packet: int32, the one that was fetched last.
         schema: of packets.
         slots: whose page tables say where a sequence's rows are.
         sidecars: all columns, in the order of ``COPY_COLUMNS``' numbers.
@@ -144,7 +144,7 @@ class RowCopies:
         *,
         page_size: int,
     ) -> None:
-        self._packet = packet.view(torch.int32)
+        self._packet = packet
         self._head = schema.heads["copies"]
         self._table = slots.page_table_SB
         self._columns = {name: _Column.of(sidecar) for name, sidecar in sidecars.items()}

@@ -19,6 +19,7 @@ from dovetail.exec.blocks import step_blocks
 from dovetail.exec.cuda.arena import PlainStepMemory, StepMemory
 from dovetail.exec.cuda.graphs import StepGraphs
 from dovetail.exec.cuda.pack import pack
+from dovetail.exec.cuda.packets import Packets
 from dovetail.exec.cuda.rows import RowCopies
 from dovetail.exec.cuda.shaped import ShapedDraws
 from dovetail.exec.cuda.shaped_graphs import ShapedGraphs
@@ -90,15 +91,16 @@ class CudaRunner:
             vocab_size=geometry.vocab_size,
         )
         schema = packet_schema(config)
+        self._packets = Packets(self.blocks.packets, where)
         self._copies = RowCopies(
-            self.blocks.packet,
+            self._packets.words,
             schema,
             self._slots,
             self._kv.sidecars,
             page_size=config.page_size,
         )
         self._unpacker = Unpacker(
-            packet=self.blocks.packet,
+            packet=self._packets.words,
             schema=schema,
             slots=self._slots,
             inputs=self._inputs,
@@ -120,6 +122,7 @@ class CudaRunner:
             [readout.slot for readout in plan.readouts],
             [readout.generation for readout in plan.readouts],
         )
+        self._packets.peek()
         self._copies.read_out(layout, payload)
 
     def run(
@@ -128,10 +131,12 @@ class CudaRunner:
         """See ``Runner``."""
         self._memory.settle()
         self._tenants.apply(plan)
-        self._unpacker.install(plan)
+        if self._unpacker.has_to_install(plan):
+            self._packets.peek()
+            self._unpacker.install(plan)
         if not len(plan.rows):  # read-outs alone
-            if len(plan.page_writes):
-                self._unpacker.write_pages()
+            self._packets.take()
+            self._unpacker.write_pages()
             return
         is_shaped = self._tenants.are_shaped(plan.rows)
         shape = step_shape(plan, tile_tokens=self._tile_tokens)
@@ -148,14 +153,15 @@ class CudaRunner:
 
     @torch.inference_mode()
     def step(self, shape: StepShape) -> Forwarded:
-        """Run the step whose packet has arrived, padded to a shape; its rows draw plainly.
+        """Run the step of the next packet, padded to a shape; its rows draw plainly.
 
         Reads and writes fixed addresses alone and waits for nothing, so a CUDA graph can hold it.
         """
+        self._packets.take()
         self._unpacker.write_pages()
         self._unpacker.fill(shape)
         forwarded = self._forward(shape)
-        pack(self._inputs, self._slots, forwarded.draws, forwarded.is_spoilt_T, self.blocks)
+        self._pack(forwarded.draws, forwarded.is_spoilt_T)
         return forwarded
 
     def step_alone(self, shape: StepShape) -> Forwarded:
@@ -215,6 +221,10 @@ class CudaRunner:
         is_spoilt_T = ~torch.isfinite(hidden_TM.abs().amax(dim=-1))
         return Forwarded(hidden_TM, logits_RV, is_spoilt_T, draws)
 
+    def _pack(self, draws: PlainDraws, is_spoilt_T: Tensor) -> None:
+        words, results = self._packets.words, self.blocks.results
+        pack(self._inputs, self._slots, draws, is_spoilt_T, packet=words, results=results)
+
     @torch.inference_mode()
     def draw_shaped(self, forwarded: Forwarded) -> PlainDraws:
         """Draw again for the step that the inputs hold, with all that its rows ask for, and pack.
@@ -222,7 +232,7 @@ class CudaRunner:
         Can be recorded as ``step`` can.
         """
         draws = self._shaped.draw(forwarded.logits_RV)
-        pack(self._inputs, self._slots, draws, forwarded.is_spoilt_T, self.blocks)
+        self._pack(draws, forwarded.is_spoilt_T)
         return draws
 
     def draw_alone(self, forwarded: Forwarded) -> PlainDraws:

@@ -264,7 +264,7 @@ class Unpacker:
     """Fills ``inputs`` from packets and keeps ``slots`` and ``kv`` in step with them.
 
     Attributes:
-        packet: uint8, where packets arrive.
+        packet: int32, the one that was fetched last.
         schema: of the packet.
         slots, inputs, kv: what is changed.
         page_size: tokens of a page.
@@ -278,11 +278,9 @@ class Unpacker:
     kv: KVStore
     page_size: int
     tile_tokens: int
-    words: Tensor = field(init=False)
     heads: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.words = self.packet.view(torch.int32)
         self.heads = self.schema.heads
         for name, sidecar in self.kv.sidecars.items():
             if not sidecar.spec.is_poison_all_ones:
@@ -293,26 +291,31 @@ class Unpacker:
         if places != list(range(places[0], places[0] + len(places))):
             raise InvariantError("the packet's sampling parameters do not follow one another")
 
+    @staticmethod
+    def has_to_install(plan: StepPlan) -> bool:
+        """Return whether there is anything for ``install`` to do."""
+        return bool(len(plan.slot_writes) or len(plan.token_writes) or len(plan.targets))
+
     def install(self, plan: StepPlan) -> None:
         """Take over what few plans have: new tenants, their token tables, targets of prompts."""
         slots, table = self.slots, self.slots.page_table_SB
         if len(plan.slot_writes):
             places = _places(self.schema, "slots")
             _tenant_kernel[(len(plan.slot_writes),)](
-                self.words, slots.kv_len, slots.last_token, slots.words_CS, slots.seed, table,
+                self.packet, slots.kv_len, slots.last_token, slots.words_CS, slots.seed, table,
                 len(slots.kv_len), table.stride(0), SLOTS=self.heads["slots"],
                 SLOT=places["slot"], FIRST=places[WORD_COLUMNS[0]], NUM_COLUMNS=len(WORD_COLUMNS),
                 SEEDS=self.heads["seeds"], PAGES=table.shape[1], BLOCK=1024,
             )  # fmt: skip
         if num_writes := len(plan.token_writes):
             _token_write_kernel[(ceil_div(num_writes, _TOKENS),)](
-                self.words, slots.bias_ids_SJ, slots.bias_values_SJ, slots.bias_until_SJ,
+                self.packet, slots.bias_ids_SJ, slots.bias_values_SJ, slots.bias_until_SJ,
                 slots.report_ids_SJ, num_writes, TOKENS=self.heads["tokens"],
                 BIASES=MAX_BIASES, REPORTS=MAX_REPORTED_IDS, BLOCK=_TOKENS,
             )  # fmt: skip
         if num_targets := len(plan.targets):
             _target_kernel[(ceil_div(num_targets, _TOKENS),)](
-                self.words, self.inputs.targets_T, num_targets, TARGETS=self.heads["targets"],
+                self.packet, self.inputs.targets_T, num_targets, TARGETS=self.heads["targets"],
                 BLOCK=_TOKENS,
             )  # fmt: skip
 
@@ -323,7 +326,7 @@ class Unpacker:
         num_absent, table = 3 - len(columns), self.slots.page_table_SB
         places = _places(self.schema, "pages")
         _page_kernel[(_PAGE_PROGRAMS,)](
-            self.words, table, *(rows.view(-1).view(torch.uint8) for rows in columns),
+            self.packet, table, *(rows.view(-1).view(torch.uint8) for rows in columns),
             *([None] * num_absent), table.stride(0), self.heads["pages"], places["slot"],
             places["index"], places["page"], places["is_fresh"],
             *page_bytes, *([0] * num_absent), PROGRAMS=_PAGE_PROGRAMS, BLOCK=1024,
@@ -334,7 +337,7 @@ class Unpacker:
         at, slots = self.inputs, self.slots
         stride, table = at.rows_5R.stride(0), slots.page_table_SB
         _row_kernel[(1,)](
-            self.words, at.rows_5R, slots.kv_len, table, slots.param("temperature"), slots.seed,
+            self.packet, at.rows_5R, slots.kv_len, table, slots.param("temperature"), slots.seed,
             slots.param("sample_index"),
             at.num_decode, at.begin_R, at.first_R, at.first_tile_R, at.end_R, at.last_R,
             at.status_R,
@@ -345,7 +348,7 @@ class Unpacker:
         )  # fmt: skip
         tokens = self.kv.sidecars["tokens"]
         _token_kernel[(ceil_div(padded.num_tokens, _TOKENS),)](
-            self.words, at.rows_5R, slots.last_token, table, at.num_decode, at.begin_R,
+            self.packet, at.rows_5R, slots.last_token, table, at.num_decode, at.begin_R,
             at.first_R, at.first_tile_R,
             at.status_R, at.token_ids_T, at.positions_T, at.kv_slots_T, tokens.rows, at.tiles_N4,
             stride, table.stride(0), padded.num_tokens, padded.num_tiles,

@@ -1,0 +1,75 @@
+"""Packets are fetched in turn from where the host wrote them, whole, and looked at before."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from dovetail.exec.cuda import packets as packets_module
+from dovetail.exec.cuda.device import CudaDevice
+from dovetail.exec.cuda.packets import Packets
+from dovetail.exec.device import CpuDevice, TransferBlock
+from dovetail.exec.packet import NUM_WORDS, NUMBER
+from dovetail.exec.ring import readable_blocks
+from tests.support.gpu import DEVICE, ON_GPU_TOO
+
+pytestmark = ON_GPU_TOO
+
+MAX_WORDS = 100
+
+
+def write(block: TransferBlock, number: int, *, num_words: int = 40) -> np.ndarray:
+    words = block.open()
+    words[:] = np.arange(MAX_WORDS) + 1000 * number
+    words[NUMBER], words[NUM_WORDS] = number, num_words
+    return words
+
+
+@pytest.fixture
+def ring() -> Iterator[list[TransferBlock]]:
+    device = CpuDevice() if DEVICE.type == "cpu" else CudaDevice()
+    blocks = readable_blocks(device, 4 * MAX_WORDS, num_blocks=3)
+    assert all(block.is_shared for block in blocks)
+    yield blocks
+    device.close()
+
+
+@pytest.mark.parametrize("block", [16, 32, 2048])
+def test_packets_are_taken_in_turn_whole_and_no_further(block, ring, monkeypatch) -> None:
+    monkeypatch.setattr(packets_module, "_BLOCK", block)
+    packets = Packets(ring, DEVICE)
+    packets.take()
+    assert not packets.words.any()  # nobody has written one
+    for number in range(1, 9):
+        before = packets.words.cpu().numpy()
+        num_words = (5, 16, 17, 40, MAX_WORDS)[number % 5]
+        words = write(ring[(number - 1) % 3], number, num_words=num_words)
+        packets.peek()
+        seen = packets.words.cpu().numpy()
+        assert seen[NUMBER] == number - 1
+        packets.take()
+        taken = packets.words.cpu().numpy()
+        np.testing.assert_array_equal(taken[:num_words], words[:num_words])
+        np.testing.assert_array_equal(np.delete(taken, NUMBER), np.delete(seen, NUMBER))
+        whole = max(num_words, min(block, MAX_WORDS))  # the first turn reads as much at once
+        np.testing.assert_array_equal(taken[whole:], before[whole:])
+
+
+def test_what_a_packet_says_of_its_length_leads_nobody_outside(ring) -> None:
+    packets = Packets(ring, DEVICE)
+    words = write(ring[0], 1, num_words=2**30)
+    packets.take()
+    np.testing.assert_array_equal(packets.words.cpu().numpy(), words)
+
+
+def test_what_the_host_writes_later_is_seen_by_the_kernel_after(ring) -> None:
+    """The same block, whose old words a cache might hold."""
+    packets = Packets(ring[:1], DEVICE)
+    for number in range(1, 200):
+        words = write(ring[0], number)
+        packets.take()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        assert packets.words[NUMBER] == number
+        np.testing.assert_array_equal(packets.words[:40].cpu().numpy(), words[:40])
