@@ -111,7 +111,7 @@ def _steps(lines: list[Line]) -> list[str]:
 def _counted(line: Line) -> str:
     counts = Counter(line["a_step"])  # what was not seen is not named
     return (
-        f"{line['work'].removeprefix('copies a step: ')}: {counts['HtoD']:g} copy to the device, "
+        f"{line['work'].removeprefix('copies a step: ')}: {counts['HtoD']:g} copies to the device, "
         f"{counts['DtoH']:g} back, {counts['allocations']:g} allocations, "
         f"{counts['graph launches']:g} graph and {counts['kernel launches']:g} kernels launched"
     )

@@ -74,7 +74,9 @@ def test_counts_that_agree_stand_once_and_times_of_all_runs() -> None:
             of | {"work": "step: packet", "unit": "us", "value": packet_us},
         ]
 
-    counted = "decode: {} copy to the device, 1 back, 0 allocations, 1 graph and 0 kernels launched"
+    counted = (
+        "decode: {} copies to the device, 1 back, 0 allocations, 1 graph and 0 kernels launched"
+    )
     runs = [*run(27.1), *run(23.8)]
     assert filled("{{steps}}\n{{steps at}}", works=[], steps=runs, capture=[]) == (
         f"* {counted.format(1)}\n* packet, us, `big`: 27, 24\nMeasured at c27, c24"
