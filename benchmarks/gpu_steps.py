@@ -183,14 +183,14 @@ def packet_alone_us(engine: SteppedEngine, calls: int = 50) -> dict[str, float]:
     layout, staging = payload_layout(plan, executor._columns), executor._staging
     words = np.zeros(executor._schema.num_bytes // 4, dtype=np.int32)
     parts: dict[str, Callable[[], object]] = {
-        "packet": lambda: staging.release(executor._stage(plan, 1, result, layout)),
+        "packet": lambda: staging.release(executor._stage(plan, staging._next + 1, result, layout)),
         "packet: block": lambda: staging.release(staging.acquire()),
         "packet: write": lambda: executor._writer.write(
             plan, words, number=1, result=0, copies=layout.copies
         ),
     }
     found: dict[str, float] = {}
-    torch.cuda.synchronize()  # all packets that were sent have been taken
+    torch.cuda.synchronize()  # all packets that were written have been taken
     turn = staging._next
     for name, run in parts.items():
         started = time.perf_counter()

@@ -56,7 +56,7 @@ def retired_too_early(patch: MonkeyPatch) -> None:
 
 
 def staging_has_no_fence(patch: MonkeyPatch) -> None:
-    """One staging block, handed out again before the packet in it was uploaded; no junk in it."""
+    """One staging block, handed out again before the packet in it was taken; no junk in it."""
     patch.setattr("tests.device.sleepy.POISON_BYTE", 0)  # an empty packet: nobody is led astray
     mutants.staging_has_no_fence(patch)
 

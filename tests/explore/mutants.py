@@ -173,7 +173,7 @@ def copy_lane_declares_state(patch: MonkeyPatch) -> None:
 
 
 def staged_late(patch: MonkeyPatch) -> None:
-    """The packet is changed after it was sent."""
+    """The packet is changed after it was written."""
     staged: weakref.WeakKeyDictionary[Executor, TransferBlock] = weakref.WeakKeyDictionary()
 
     def remember(block: TransferBlock, self: Executor, *args: Any) -> None:

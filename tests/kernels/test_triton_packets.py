@@ -26,6 +26,10 @@ def write(block: TransferBlock, number: int, *, num_words: int = 40) -> np.ndarr
     return words
 
 
+def words_of(packets: Packets) -> np.ndarray:
+    return packets.words.cpu().numpy().copy()
+
+
 @pytest.fixture
 def ring() -> Iterator[list[TransferBlock]]:
     device = CpuDevice() if DEVICE.type == "cpu" else CudaDevice()
@@ -42,14 +46,14 @@ def test_packets_are_taken_in_turn_whole_and_no_further(block, ring, monkeypatch
     packets.take()
     assert not packets.words.any()  # nobody has written one
     for number in range(1, 9):
-        before = packets.words.cpu().numpy()
+        before = words_of(packets)
         num_words = (5, 16, 17, 40, MAX_WORDS)[number % 5]
         words = write(ring[(number - 1) % 3], number, num_words=num_words)
         packets.peek()
-        seen = packets.words.cpu().numpy()
+        seen = words_of(packets)
         assert seen[NUMBER] == number - 1
         packets.take()
-        taken = packets.words.cpu().numpy()
+        taken = words_of(packets)
         np.testing.assert_array_equal(taken[:num_words], words[:num_words])
         np.testing.assert_array_equal(np.delete(taken, NUMBER), np.delete(seen, NUMBER))
         whole = max(num_words, min(block, MAX_WORDS))  # the first turn reads as much at once

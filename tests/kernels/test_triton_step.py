@@ -19,6 +19,7 @@ from dovetail.exec.cuda.shaped import ShapedDraws
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors
 from dovetail.exec.device import CpuDevice, TransferBlock
 from dovetail.exec.executor import Executor
+from dovetail.exec.packet import NUMBER
 from dovetail.exec.ring import BlockRing
 from dovetail.kernels.ref.backend import RefKernels
 from dovetail.kernels.triton.backend import TritonKernels
@@ -281,10 +282,10 @@ def test_a_step_that_no_graph_holds_is_run_by_itself(
     assert {shape.num_tokens for shape in graphs.not_held} == {10, 13}
 
 
-def test_before_the_first_step_no_transfer_block_is_used(
+def test_before_the_first_step_no_transfer_block_is_taken(
     tiny_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that are tried out, and what is recorded, read padding that lies on the device.
+    """Steps that are tried out, and what is recorded, find a packet without rows, number 0.
 
     So they need no fence; the first step takes a block, as every step does.
     """
@@ -391,3 +392,29 @@ def test_the_configuration_is_refused_where_kernels_cannot_do_it(tiny_moe_folder
     for name, value in (("page_size", 12), ("max_running", 5000), ("lanes", "threaded")):
         with pytest.raises(Exception, match=name):
             make_config(tiny_moe_folder, device="cuda", **{name: value})
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_step_that_ran_on_another_packet_is_an_error(
+    depth: int, tiny_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the host had written into a block that was still to be read."""
+    stage, num_staged = Executor._stage, 0
+
+    def overwrite(self: Executor, *args: object) -> TransferBlock:
+        nonlocal num_staged
+        block, num_staged = stage(self, *args), num_staged + 1
+        if num_staged == 4:
+            block.host.numpy().view(np.int32)[NUMBER] += 3
+        return block
+
+    monkeypatch.setattr(Executor, "_stage", overwrite)
+    with pytest.raises(InvariantError, match="the step of packet 4 ran on packet 7"):
+        outputs_of(tiny_moe_folder, depth, make_executor=make_executor(tiny_moe_folder))
+
+
+def test_numbers_begin_again_and_nothing_changes(
+    tiny_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail.exec.executor._ROUNDS", 2)
+    check_it_gives_what_the_cpu_gives(tiny_moe_folder, 1, make_executor(tiny_moe_folder))

@@ -148,8 +148,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def max_page_writes(self) -> int:
         """Entries of page tables that one step may change.
 
-        As many as new prompts of a whole chunk need, the last of which has a whole context of
-        pages, however little of it is in the chunk; each row has one that is not full.
+        As many as a whole chunk of prompts without a cached prefix needs, the last of which has a
+        whole context of pages, however little of it is in the chunk; each row has one that is not
+        full. Prompts whose pages are cached need more of them for fewer tokens, and may have to
+        wait for the next step.
         """
         return self.chunk_size // self.page_size + self.max_running + self.max_pages_per_sequence
 

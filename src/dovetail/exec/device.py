@@ -1,4 +1,4 @@
-"""Lanes, events and blocks that are moved: all that the executor may assume of a device.
+"""Lanes, events and blocks that both sides reach: all that the executor may assume of a device.
 
 Owns the rule that *all* device work is submitted to a lane, as a function or as a copy: a
 lane is an ordered queue of work, lanes are ordered among each other only by events. Must
@@ -39,7 +39,7 @@ class Event(Protocol):
 
 
 class TransferBlock:
-    """Host memory and device memory of the same size, moved together.
+    """Host memory and device memory of the same size, of one user at a time.
 
     Attributes:
         index: of the block in its ring.
@@ -52,12 +52,14 @@ class TransferBlock:
         in_use: between ``BlockRing.acquire`` and ``BlockRing.release``.
     """
 
-    def __init__(self, index: int, host: Tensor, device: Tensor, device_address: int) -> None:
+    def __init__(
+        self, index: int, host: Tensor, device: Tensor, device_address: int | None = None
+    ) -> None:
         self.index = index
         self.host = host
         self.device = device
         self.host_address = host.data_ptr()
-        self.device_address = device_address
+        self.device_address = device.data_ptr() if device_address is None else device_address
         self.num_bytes = len(host)
         self._host_words = host.numpy().view(np.int32)  # once: ``numpy()`` is a torch op
         self.words = self.open()
@@ -80,7 +82,7 @@ class TransferBlock:
         return self.words
 
     def freeze(self) -> None:
-        """Make ``words`` read-only: a write after sending raises ValueError."""
+        """Make ``words`` read-only: a write by its last user raises ValueError from now on."""
         self.words.setflags(write=False)
 
 
@@ -127,7 +129,7 @@ class Device(Protocol):
         ...
 
     def address_of(self, host_block: Tensor) -> int | None:
-        """Return where the device itself reads and writes a host block; None if it cannot."""
+        """Return where the device itself reads a host block; None if it cannot."""
         ...
 
     def device_block(self, num_bytes: int) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from dovetail.config.schema import EngineConfig
+from dovetail.errors import InvariantError
 from dovetail.exec.blocks import StepBlocks, num_step_blocks, payload_bytes
 from dovetail.exec.device import Device, Event, TransferBlock, upload
 from dovetail.exec.packet import PacketWriter, packet_schema
@@ -39,7 +40,8 @@ class Graphs(Protocol):
 class Runner(Protocol):
     """The compute lane's part of a step. Owns the device memory; each device has its own.
 
-    All methods run as work of the compute lane, in order. Blocks are uint8, on the device.
+    All methods run as work of the compute lane, in order. Blocks are uint8, on the device. Each
+    ``run`` takes the next packet, also one without rows, and ``read_out`` leaves it for that.
 
     Attributes:
         blocks: what packets are taken from, in turn, and what results are packed into.
@@ -154,6 +156,8 @@ class Executor:
     ) -> TransferBlock:
         """Write the packet to where its step takes it; from here on that memory is frozen."""
         block = self._staging.acquire()
+        if (number - 1) % self._staging.num_blocks != block.index:
+            raise InvariantError(f"packet {number} would be written into block {block.index}")
         num_words = self._writer.write(
             plan, block.words, number=number, result=result.index, copies=layout.copies
         )

@@ -3,7 +3,7 @@
 Owns its layout: a static schema of tables of int32-wide columns, each table at a 16-byte aligned
 offset and its columns one after the other, and a header that holds scalars and each table's offset
 and length: 0 and 0 of a table that has nothing. Rows are left out if they are those of the step
-before. Only the used prefix is read. No tensors here.
+before. Nobody looks behind the used prefix. No tensors here.
 
 Written once a step, with most code and data gone from the processor's caches: what counts is how
 many places of memory the writer touches.
@@ -36,6 +36,7 @@ from dovetail.sched.plan import (
 Words = NDArray[np.int32]
 
 SCALARS = ("num_rows", "num_tokens", "result", "number", "num_words")
+"""The words that a packet begins with, in order; the last says how many words are used in all."""
 NUMBER, NUM_WORDS = SCALARS.index("number"), SCALARS.index("num_words")
 _ALIGN_WORDS = 4
 _SLOT_COLUMNS = tuple(item.name for item in dataclasses.fields(SlotWrites) if item.name != "seed")

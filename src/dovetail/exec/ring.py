@@ -11,7 +11,7 @@ from dovetail.exec.device import Device, Event, TransferBlock
 def paired_blocks(device: Device, memories: Iterable[Tensor]) -> list[TransferBlock]:
     """Return a block for each of these pieces of device memory."""
     return [
-        TransferBlock(i, device.host_block(len(memory)), memory, memory.data_ptr())
+        TransferBlock(i, device.host_block(len(memory)), memory)
         for i, memory in enumerate(memories)
     ]
 
@@ -23,8 +23,7 @@ def readable_blocks(device: Device, num_bytes: int, *, num_blocks: int) -> list[
         host = device.host_block(num_bytes)
         address = device.address_of(host)
         if address is None:
-            memory = device.device_block(num_bytes)
-            blocks.append(TransferBlock(i, host, memory, memory.data_ptr()))
+            blocks.append(TransferBlock(i, host, device.device_block(num_bytes)))
         else:
             blocks.append(TransferBlock(i, host, host, address))
     return blocks
@@ -41,6 +40,11 @@ class BlockRing:
         self._device = device
         self._blocks = blocks
         self._next = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """How many take turns."""
+        return len(self._blocks)
 
     def acquire(self) -> TransferBlock:
         """Return the next block, free of any reader or writer.

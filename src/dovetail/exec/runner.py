@@ -43,7 +43,7 @@ class StepRunner:
         self._config = config
         self._schema = packet_schema(config)
         self.blocks = step_blocks(config, device)
-        self._packets = [block.device.numpy().view(np.int32) for block in self.blocks.packets]
+        self._packet_words = [block.device.numpy().view(np.int32) for block in self.blocks.packets]
         self._last_number = 0
         self._results = self.blocks.results.numpy().view(np.int32)
         self._model = model
@@ -74,7 +74,7 @@ class StepRunner:
         self, plan: StepPlan, layout: PayloadLayout, result: Tensor, payload: Tensor | None
     ) -> None:
         """See ``Runner``; what there is to know stands in the packet."""
-        words = self._packets[self._last_number % len(self._packets)]
+        words = self._packet_words[self._last_number % len(self._packet_words)]
         packet = read_packet(self._schema, words)
         self._last_number = packet.number
         self.run_packet(

@@ -119,7 +119,7 @@ def test_a_plan_is_read_as_it_was_written(written):
         words = block()
         num_words = writer.write(plan, words, number=result + 7, result=result)
         assert words[NUM_WORDS] == num_words
-        words[num_words:] = 0x0BADBEEF  # what is not sent cannot be read
+        words[num_words:] = 0x0BADBEEF  # where nobody looks
         packet = read_packet(SCHEMA, words)
         assert (packet.num_rows, packet.num_tokens) == (len(plan.rows), plan.num_tokens)
         assert (packet.result, packet.number) == (result, result + 7)

@@ -179,7 +179,7 @@ def test_abort_in_a_prompt_says_so():
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 64])
-def test_prompts_fill_a_chunk_whatever_the_size_of_pages(page_size):
+def test_new_prompts_fill_a_chunk_whatever_the_size_of_pages(page_size):
     """The last one gets a page table of nearly a whole context for its one token in the chunk."""
     made = stepper(
         page_size=page_size, num_pages=64 + 1600 // page_size, context_len=130, chunk_size=241,
@@ -194,6 +194,23 @@ def test_prompts_fill_a_chunk_whatever_the_size_of_pages(page_size):
         made.add([first] * prompt_len, max_new_tokens=2)
     made.run()
     assert plans[0].rows.width.tolist() == [1, 1, 1, 60, 60, 60, 60, 1]
+    assert all(len(plan.page_writes) <= made.config.max_page_writes for plan in plans)
+
+
+def test_decode_rows_that_all_get_a_page_have_room_beside_a_chunk():
+    """They are not asked whether there is any: more would end the engine."""
+    made = stepper(page_size=1, num_pages=500, context_len=24, chunk_size=24, max_running=16)
+    plans, submit = [], made.executor.submit
+    made.executor.submit = lambda plan: (plans.append(plan), submit(plan))[1]
+    for i in range(14):
+        made.add([3 + i], max_new_tokens=20)
+    made.step()
+    for i in range(3):
+        made.add([20 + i, *[9] * 20], max_new_tokens=2)
+    made.run()
+    most = max(len(plan.page_writes) for plan in plans)
+    assert made.config.max_pages_per_sequence + made.config.chunk_size < most
+    assert most <= made.config.max_page_writes
 
 
 def test_decode_goes_on_beside_chunks_of_a_long_prompt():

@@ -21,7 +21,7 @@ from dovetail.exec.device import WAIT_SECONDS, Event, Lane, TransferBlock
 from dovetail.exec.memory import TaggedMemory
 
 _MAPPED = 2
-"""cudaHostRegisterMapped: the GPU may read the memory where it lies."""
+"""cudaHostRegisterMapped: the GPU may read the memory where it lies, as it does packets."""
 
 _FAULTS = (torch.AcceleratorError, torch.OutOfMemoryError)
 _FAULT_WORDS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
@@ -151,7 +151,8 @@ class CudaDevice:
 
     Attributes:
         num_unpinned: host blocks that could not be pinned. Copies from and to them are right, but
-            all of Python waits for them. ``doctor`` tells whether that is so here.
+            all of Python waits for them, and packets take a copy more. ``doctor`` tells whether
+            that is so here.
     """
 
     def __init__(self, index: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 Owns the tiers, the graphs and the memory that they share. A graph holds a step from its packet to
 its result block. It reads and writes fixed addresses alone: whatever differs from step to step lies
-in the packet, which has arrived before a replay.
+in the packet, which the step fetches first.
 
 Decode steps have a graph for each tier of rows. Steps with prompt chunks have one for each tier of
 tokens, whatever the mix of rows; above the last tier the GPU is slower than the launching thread,

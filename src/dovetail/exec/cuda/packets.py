@@ -56,11 +56,12 @@ class Packets:
 
     def __init__(self, blocks: Sequence[TransferBlock], device: torch.device) -> None:
         self.words = torch.zeros(blocks[0].num_bytes // 4, dtype=torch.int32, device=device)
+        self._blocks = blocks  # whose memory the addresses lead to
         addresses = [block.device_address for block in blocks]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def take(self) -> None:
-        """Fetch the next packet, once a step; of a ring without packets one without rows."""
+        """Fetch the next packet, once a step; before the first there is one without rows."""
         self._fetch(takes=True)
 
     def peek(self) -> None:

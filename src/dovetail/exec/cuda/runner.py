@@ -108,7 +108,12 @@ class CudaRunner:
             page_size=config.page_size,
             tile_tokens=self._tile_tokens,
         )
-        device.register_state(*self._slots.tensors, *self._inputs.tensors, *self._shaped.tensors)
+        device.register_state(
+            self._packets.words,
+            *self._slots.tensors,
+            *self._inputs.tensors,
+            *self._shaped.tensors,
+        )
 
     @property
     def graphs(self) -> StepGraphs | None:
