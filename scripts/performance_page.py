@@ -40,7 +40,7 @@ def filled(text: str, *, works: list[Line], steps: list[Line], capture: list[Lin
     if homeless := sorted(figures.keys() - {*places}):
         raise ValueError(f"scripts/performance.md has no row for {', '.join(homeless)}")
     parts = {"steps": _listed(_steps(steps)), "capture": _listed(map(_cost, capture))}
-    parts |= {"steps at": _commits(steps), "capture at": _commits(capture)}
+    parts |= {"steps at": _commits(steps)}
     for shape in {place.split()[0] for place in places}:
         measured = [figures[place] for place in places if place in figures]
         parts[f"summary {shape}"] = _summary([one for one in measured if one["shape"] == shape])
@@ -123,11 +123,11 @@ def _cost(line: Line) -> str:
         size = f", {line['bytes']:,} bytes" if "bytes" in line else ""
         middle = f", {line['median']:g} in the middle" if "median" in line else ""
         graph = f", {line['graph_us']:g} in a graph" if "graph_us" in line else ""
-        return f"{what}{size}): {value:g} {line['unit']} at best{middle}{graph}"
+        return f"{what}{size}, {line['commit']}): {value:g} {line['unit']} at best{middle}{graph}"
     low, high = (f"{100 * end:.2f}" for end in line["interval"])
     return (
-        f"{what}, {line['batch']} requests): {100 * value:.2f} % of the rate without, "
-        f"95 % interval {low} to {high}, {len(line['seconds'])} pairs"
+        f"{what}, {line['batch']} requests, {line['commit']}): {100 * value:.2f} % of the rate "
+        f"without, 95 % interval {low} to {high}, {len(line['seconds'])} pairs"
     )
 
 
