@@ -68,7 +68,7 @@ def test_a_step_too_large_for_a_graph_copies_and_waits_no_more() -> None:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_wait_within_a_step_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watching itself: PyTorch sees its own waits. Those of the driver are counted."""
+    """The watching itself: PyTorch sees its own waits."""
     engine = engine_of()
     run = CudaRunner.run
 
