@@ -20,6 +20,7 @@ from dovetail.exec.memory import PlainMemory
 from dovetail.kernels.triton.experts import TritonExperts
 from dovetail.kernels.triton.grouped_mm import TorchExperts
 from dovetail.wire.request import SamplingParams
+from tests.support.compare import assert_same_generations
 from tests.support.gpu_engine import gpu_harness
 from tests.support.oracle import Oracle
 from tests.support.traffic import Asked, logprob_errors, mixed_traffic
@@ -41,20 +42,13 @@ def outputs(**options: object) -> list:
         return engine.generate(PROMPTS, SAMPLING, capture=("experts",))
 
 
-def same(ours: list, wanted: list) -> None:
-    for a, b in zip(ours, wanted, strict=True):
-        assert a.token_ids == b.token_ids
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
-        assert np.array_equal(a.routes.ids, b.routes.ids)
-
-
 # -- experts by torch -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_in_float32_torch_gives_the_tokens_and_rows_of_the_cpu(depth: int) -> None:
     options = {"moe_backend": "torch", "graphs": False, "depth": depth}
-    same(outputs(device="cuda", **options), outputs(device="cpu"))
+    assert_same_generations(outputs(device="cuda", **options), outputs(device="cpu"))
 
 
 def errors_of(moe_backend: str, folder: Path, oracle: Oracle) -> np.ndarray:
@@ -123,7 +117,7 @@ def test_an_engine_whose_memory_cannot_be_mapped_gives_the_same(
     assert isinstance(device.memory, PlainMemory)
     assert device.memory.reason.endswith("NOT_PERMITTED")
     found, weight_bytes, kv_bytes = run(device)
-    same(found, wanted)
+    assert_same_generations(found, wanted)
     assert 0 < weight_bytes <= mapped_bytes and kv_bytes > 0
     for tag in ("weights", "kv"):
         assert not device.memory.can_unmap and device.memory.unmap(tag) == 0

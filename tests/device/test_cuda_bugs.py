@@ -14,12 +14,10 @@ from tests.support.figures import Figure
 from tests.support.gpu_engine import gpu_harness
 from tests.support.oracle import Oracle
 from tests.support.stepper import Output, Stepper
-from tests.support.traffic import Asked, check_rows, logprob_errors, num_ties
+from tests.support.traffic import CROWD, Asked, check_rows, logprob_errors, num_ties
 
 pytestmark = pytest.mark.cuda
 
-CROWD = {"context_len": 128, "num_pages": 96, "max_running": 33, "chunk_size": 96}
-"""Room for about half of those that run, so memory is taken all the time."""
 ROWS = ("experts",)
 PARAMS = {"temperature": 1.0}
 

@@ -11,6 +11,7 @@ from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.executor import Executor
 from dovetail.wire.request import LogprobParams, SamplingParams
 from tests.support.checkpoints import random_qwen3_moe
+from tests.support.compare import assert_same_generations
 from tests.support.gpu_engine import let_pytorch_watch
 
 pytestmark = pytest.mark.cuda
@@ -37,13 +38,6 @@ def outputs(sampling=SAMPLING, logprobs=None, **options):
         return first + engine.generate(PROMPTS, sampling, capture=COLUMNS, logprobs=logprobs)
 
 
-def same(ours, wanted) -> None:
-    for a, b in zip(ours, wanted, strict=True):
-        assert a.token_ids == b.token_ids
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
-        assert np.array_equal(a.routes.ids, b.routes.ids)
-
-
 @pytest.fixture(scope="module")
 def wanted():
     return outputs(device="cpu", depth=1)
@@ -52,12 +46,12 @@ def wanted():
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_tokens_logprobs_and_experts_are_those_of_the_cpu(depth, graphs, wanted) -> None:
-    same(outputs(device="cuda", depth=depth, graphs=graphs), wanted)
+    assert_same_generations(outputs(device="cuda", depth=depth, graphs=graphs), wanted)
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_small_and_large_pages_change_nothing(page_size, wanted) -> None:
-    same(outputs(device="cuda", page_size=page_size), wanted)
+    assert_same_generations(outputs(device="cuda", page_size=page_size), wanted)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -74,7 +68,7 @@ def test_rows_of_more_than_255_experts_are_words(graphs, tmp_path_factory) -> No
     ours, theirs = answers("cuda"), answers("cpu")
     assert all(out.routes.ids.dtype == np.uint16 for out in ours)
     assert max(int(out.routes.ids.max()) for out in ours) > 255
-    same(ours, theirs)
+    assert_same_generations(ours, theirs)
     for a, b in zip(ours, theirs, strict=True):
         assert a.routes.spans == b.routes.spans
 
@@ -97,13 +91,13 @@ def test_new_weights_are_those_of_a_cpu_engine_that_got_them(graphs) -> None:
 
     ours = after_refit("cuda")
     assert {version for g in ours for version in g.weight_versions} == {1}
-    same(ours, after_refit("cpu"))
+    assert_same_generations(ours, after_refit("cpu"))
 
 
 def test_a_draw_that_is_shaped_is_that_of_the_cpu() -> None:
     logprobs = LogprobParams(logprob_start_len=0, top_logprobs_num=3, token_ids_logprob=(5,))
     ours, theirs = (outputs(SHAPED, logprobs, device=name) for name in ("cuda", "cpu"))
-    same(ours, theirs)
+    assert_same_generations(ours, theirs)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a.prompt_logprobs[1:], b.prompt_logprobs[1:], atol=2e-4)
 
@@ -120,7 +114,7 @@ def submissions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_submitting_waits_for_nothing(wanted, submissions: list[int]) -> None:
-    same(outputs(device="cuda"), wanted)
+    assert_same_generations(outputs(device="cuda"), wanted)
     assert len(submissions) > 40
 
 
@@ -135,7 +129,7 @@ def test_submitting_shaped_draws_waits_for_nothing(kind, submissions: list[int])
     sampling = [SHAPED, SAMPLING[0], SAMPLING[1], SHAPED, SHAPED, SAMPLING[1], SHAPED]
     assert len(sampling) == len(PROMPTS)
     ours, theirs = (outputs(sampling, logprobs, device=name) for name in ("cuda", "cpu"))
-    same(ours, theirs)
+    assert_same_generations(ours, theirs)
     for a, b in zip(ours, theirs, strict=True):
         assert a.sampling_mask == b.sampling_mask
     assert len(submissions) > 40

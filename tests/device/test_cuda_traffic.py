@@ -16,6 +16,7 @@ from tests.support.gpu_engine import gpu_harness
 from tests.support.handmade import fx_count, fx_tag
 from tests.support.oracle import Oracle
 from tests.support.traffic import (
+    CROWD,
     DRAWS,
     PLAIN,
     Asked,
@@ -28,8 +29,6 @@ from tests.support.traffic import (
 
 pytestmark = pytest.mark.cuda
 
-CROWD = {"context_len": 128, "num_pages": 96, "max_running": 33, "chunk_size": 96}
-"""Room for about half of those that run, so memory is taken all the time."""
 TINY_MOE_EOS = (2,)
 BESIDE = "median error of a logprob"
 

@@ -11,6 +11,7 @@ from dovetail.exec.executor import Executor
 from dovetail.exec.packet import NUMBER
 from dovetail.exec.sim import SimDevice
 from tests.support.harness import Harness, Output
+from tests.support.packets import renumber_packet
 
 PROMPTS = [[5], [9] * 20, list(range(3, 40)), [7, 8]]
 
@@ -68,15 +69,6 @@ def test_numbers_begin_again_and_nothing_changes(fx_moe_folder, monkeypatch) -> 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_step_that_ran_on_another_packet_is_an_error(depth, fx_moe_folder, monkeypatch) -> None:
     """As if the host had written into a block that was still to be read."""
-    stage, num_staged = Executor._stage, 0
-
-    def overwrite(self: Executor, *args: Any) -> TransferBlock:
-        nonlocal num_staged
-        block, num_staged = stage(self, *args), num_staged + 1
-        if num_staged == 4:
-            block.host.numpy().view("int32")[NUMBER] += 3
-        return block
-
-    monkeypatch.setattr(Executor, "_stage", overwrite)
+    renumber_packet(monkeypatch, 4, 7)
     with pytest.raises(InvariantError, match="the step of packet 4 ran on packet 7"):
         outputs(fx_moe_folder, depth=depth)

@@ -19,7 +19,6 @@ from dovetail.exec.cuda.shaped import ShapedDraws
 from dovetail.exec.cuda.step import Forwarded, SlotTensors, StepShape, StepTensors
 from dovetail.exec.device import CpuDevice, TransferBlock
 from dovetail.exec.executor import Executor
-from dovetail.exec.packet import NUMBER
 from dovetail.exec.ring import BlockRing
 from dovetail.kernels.ref.backend import RefKernels
 from dovetail.kernels.triton.backend import TritonKernels
@@ -31,6 +30,7 @@ from dovetail.wire.request import LogprobParams
 from dovetail.wire.validate import MAX_MASK_IDS
 from tests.support.gpu import DEVICE, ints, randn
 from tests.support.harness import Harness, load_model, make_config
+from tests.support.packets import renumber_packet
 
 COLUMNS = ("experts", "expert_weights")
 OPTIONS = {
@@ -399,16 +399,7 @@ def test_a_step_that_ran_on_another_packet_is_an_error(
     depth: int, tiny_moe_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the host had written into a block that was still to be read."""
-    stage, num_staged = Executor._stage, 0
-
-    def overwrite(self: Executor, *args: object) -> TransferBlock:
-        nonlocal num_staged
-        block, num_staged = stage(self, *args), num_staged + 1
-        if num_staged == 4:
-            block.host.numpy().view(np.int32)[NUMBER] += 3
-        return block
-
-    monkeypatch.setattr(Executor, "_stage", overwrite)
+    renumber_packet(monkeypatch, 4, 7)
     with pytest.raises(InvariantError, match="the step of packet 4 ran on packet 7"):
         outputs_of(tiny_moe_folder, depth, make_executor=make_executor(tiny_moe_folder))
 

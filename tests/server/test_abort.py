@@ -190,6 +190,7 @@ def test_a_stream_whose_client_leaves_is_aborted(narrow: Server, path: str) -> N
         until(lambda: running(narrow) == 2, seconds=20)
     until(lambda: narrow.metric(ABANDONED) == before + 2, seconds=3)
     narrow.wait_until_idle(seconds=3)
+    assert narrow.metric(ABANDONED) == before + 2  # each once
 
 
 @pytest.mark.parametrize("num", [1, 5])
@@ -205,3 +206,4 @@ def test_a_client_that_leaves_before_its_answer(narrow: Server, num: int) -> Non
         until(lambda: running(narrow) == min(num, 2), seconds=20)
     until(lambda: narrow.metric(ABANDONED) == before + num, seconds=3)
     narrow.wait_until_idle(seconds=3)
+    assert narrow.metric(ABANDONED) == before + num  # each once

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dovetail.core.generation import Generation
 from tests.support.oracle import OracleGeneration, Routing
 
 # Measured on the random models here: logits of one token differ by up to 1e-5 between batch shapes
@@ -127,6 +128,15 @@ def assert_logprobs(
         f"{_heading(context)}{len(wrong)} of {len(want_n)} logprobs differ by more than {tol:g}; "
         f"the first is number {wrong[0]}: {got_n[wrong[0]]!r} instead of {want_n[wrong[0]]!r}"
     )
+
+
+def assert_same_generations(ours: Sequence[Generation], wanted: Sequence[Generation]) -> None:
+    """Check that engines gave the same: ids and expert rows exactly, logprobs up to kernels."""
+    for a, b in zip(ours, wanted, strict=True):
+        assert a.token_ids == b.token_ids
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
+        assert a.routes is not None and b.routes is not None
+        assert np.array_equal(a.routes.ids, b.routes.ids)
 
 
 def assert_same_routes(

@@ -18,6 +18,8 @@ from tests.support.compare import (
 from tests.support.oracle import Oracle, Routing
 from tests.support.stepper import Output, Stepper
 
+CROWD: dict[str, Any] = {"context_len": 128, "num_pages": 96, "max_running": 33, "chunk_size": 96}
+"""Room for about half of those that run, so memory is taken all the time."""
 DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.6},

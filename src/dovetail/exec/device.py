@@ -45,6 +45,8 @@ class TransferBlock:
         index: of the block in its ring.
         host: uint8, see ``Device.host_block``.
         device: uint8, on the device; ``host`` itself if the device reads that where it lies.
+        is_shared: whether both are the same memory, so that nothing needs to be copied.
+        memories: the pieces of memory that belong to the block's user.
         words: int32 view of ``host`` for the present user of the block.
         host_address, device_address: where they lie, for whoever reaches them by address.
         num_bytes: size of either.
@@ -58,6 +60,8 @@ class TransferBlock:
         self.index = index
         self.host = host
         self.device = device
+        self.is_shared = device is host
+        self.memories = (host,) if self.is_shared else (host, device)
         self.host_address = host.data_ptr()
         self.device_address = device.data_ptr() if device_address is None else device_address
         self.num_bytes = len(host)
@@ -65,16 +69,6 @@ class TransferBlock:
         self.words = self.open()
         self.fence: Event | None = None
         self.in_use = False
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether host and device read the same memory, so that nothing needs to be copied."""
-        return self.device is self.host
-
-    @property
-    def memories(self) -> tuple[Tensor, ...]:
-        """The pieces of memory that belong to the block's user."""
-        return (self.host,) if self.is_shared else (self.host, self.device)
 
     def open(self) -> NDArray[np.int32]:
         """Give the host side to a new user, writable."""

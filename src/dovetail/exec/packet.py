@@ -148,6 +148,7 @@ class PacketWriter:
         end = self._begin
         words[:end] = 0
         num_rows = len(plan.rows)
+        # In the order of ``SCALARS``.
         words[0], words[1], words[2], words[3] = num_rows, plan.num_tokens, result, number
         if num_rows and plan.rows is not self._last_rows:
             end = _put(words, end, self._rows, num_rows, _joined(plan.rows, ROW_FIELDS))
