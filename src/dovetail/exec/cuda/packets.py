@@ -1,46 +1,55 @@
 """From the host's memory to the GPU's: the packet of the step at hand.
 
 Owns where it lies on the GPU, at a fixed address, and which block of the ring is read next: the one
-behind that of the packet that lies there. A kernel of the step fetches it, so a recorded step holds
-all of its way; whoever queued a copy for it would make one call of the driver more each step, with
-cold caches (``docs/decisions/0030``).
+behind that of the packet that was taken last. A kernel of the step fetches it, so a recorded step
+holds all of its way; whoever queued a copy for it would make one call of the driver more each step,
+with cold caches (``docs/decisions/0030``).
 """
 
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 
+from dovetail.errors import InvariantError
 from dovetail.exec.device import TransferBlock
 from dovetail.exec.packet import NUM_WORDS, NUMBER
 from dovetail.kernels.triton.jit import jit
 
+_FIRST = 512
+"""Words that are fetched first: all of the packet of a step without prompts or new rows."""
+
 _BLOCK = 2048
-"""Words that are fetched at a time; packets of steps without prompts are shorter."""
+"""Words that are fetched at a time after that."""
 
 
 @jit
 def _fetch_kernel(
-    packet_ptr, addresses_ptr, NUM_BLOCKS: tl.constexpr, MAX_WORDS: tl.constexpr,
-    NUMBER: tl.constexpr, NUM_WORDS: tl.constexpr, TAKES: tl.constexpr, BLOCK: tl.constexpr,
+    packet_ptr, turn_ptr, addresses_ptr, NUM_BLOCKS: tl.constexpr, MAX_WORDS: tl.constexpr,
+    NUMBER: tl.constexpr, NUM_WORDS: tl.constexpr, TAKES: tl.constexpr, FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the packet behind the last one taken; if it is not taken, that one's number stays."""
-    last = tl.load(packet_ptr + NUMBER)
+    """Copy the packet behind the last one taken.
+
+    Each trip over the bus counts: the first brings the length, too. Nobody looks behind it, so
+    whole blocks are copied, in vectors. The host writes there again and again: what a cache holds
+    is old.
+    """
+    last = tl.load(turn_ptr) & 0x7FFFFFFF  # junk, too, leads to a block of the ring
     source_ptr = tl.load(addresses_ptr + last % NUM_BLOCKS).to(tl.pointer_type(tl.int32))
-    tl.debug_barrier()  # all of the program has read the number that part of it overwrites
-    # The host wrote it, and writes there again: what a cache holds of an earlier step is old.
-    num_words = tl.minimum(tl.load(source_ptr + NUM_WORDS, volatile=True), MAX_WORDS)
-    word = tl.arange(0, BLOCK)
-    is_copied = word < MAX_WORDS
-    if not TAKES:
-        is_copied = is_copied & (word != NUMBER)
-    value = tl.load(source_ptr + word, mask=word < MAX_WORDS, volatile=True)
-    tl.store(packet_ptr + word, value, mask=is_copied)
-    for begin in range(BLOCK, num_words, BLOCK):
-        word = begin + tl.arange(0, BLOCK)
-        value = tl.load(source_ptr + word, mask=word < num_words, volatile=True)
-        tl.store(packet_ptr + word, value, mask=word < num_words)
+    source_ptr = tl.multiple_of(source_ptr, 16)
+    word = tl.arange(0, FIRST)
+    value = tl.load(source_ptr + word, mask=word < MAX_WORDS, other=0, volatile=True)
+    tl.store(packet_ptr + word, value, mask=word < MAX_WORDS)
+    num_words = tl.minimum(tl.sum(tl.where(word == NUM_WORDS, value, 0)), MAX_WORDS)
+    for begin in range(FIRST, num_words, BLOCK):
+        behind = begin + tl.arange(0, BLOCK)
+        value_behind = tl.load(source_ptr + behind, mask=behind < MAX_WORDS, volatile=True)
+        tl.store(packet_ptr + behind, value_behind, mask=behind < MAX_WORDS)
+    if TAKES:
+        number = tl.sum(tl.where(word == NUMBER, value, 0))
+        tl.debug_barrier()  # all of the program has read the turn that part of it changes
+        tl.store(turn_ptr, number)
 
 
 class Packets:
@@ -56,8 +65,11 @@ class Packets:
 
     def __init__(self, blocks: Sequence[TransferBlock], device: torch.device) -> None:
         self.words = torch.zeros(blocks[0].num_bytes // 4, dtype=torch.int32, device=device)
+        self._turn = torch.zeros(1, dtype=torch.int32, device=device)  # number of the last one
         self._blocks = blocks  # whose memory the addresses lead to
         addresses = [block.device_address for block in blocks]
+        if any(address % 16 for address in addresses):
+            raise InvariantError("a block of packets does not begin at a multiple of 16 bytes")
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def take(self) -> None:
@@ -70,7 +82,7 @@ class Packets:
 
     def _fetch(self, *, takes: bool) -> None:
         _fetch_kernel[(1,)](
-            self.words, self._addresses, NUM_BLOCKS=len(self._addresses),
+            self.words, self._turn, self._addresses, NUM_BLOCKS=len(self._addresses),
             MAX_WORDS=len(self.words), NUMBER=NUMBER, NUM_WORDS=NUM_WORDS, TAKES=takes,
-            BLOCK=min(_BLOCK, triton.next_power_of_2(len(self.words))), num_warps=8,
+            FIRST=_FIRST, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
