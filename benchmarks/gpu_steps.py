@@ -22,6 +22,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import add_line, describe_run
@@ -32,20 +33,23 @@ from dovetail.exec.readback import payload_layout
 
 STEADY, PROMPTS, TIMED = 200, 40, 600
 WAITING = re.compile(r"cu\w*(Synchronize|MemcpyHtoD|MemcpyDtoH)(_v\d+)?|cudaMemcpy|cudaMemset")
+WAITED = re.compile(r"(Event|Stream|Context) Sync\w*")
 ALLOCATING = re.compile(r"cu(da)?(Malloc|Free|HostAlloc|FreeHost|MemAlloc|MemFree|HostRegister)\w*")
 
 
 def count_calls(run: Callable[[], object]) -> Counter[str]:
     """Run, and return what the driver did meanwhile.
 
-    The names are ``HtoD``, ``DtoH``, ``pageable`` (of these), ``waiting calls``,
-    ``allocating calls`` (of the runtime), ``allocations`` (of PyTorch's allocator),
-    ``graph launches`` and ``kernel launches``.
+    The names are ``HtoD``, ``DtoH``, ``pageable`` (of these), ``packets`` (that were fetched),
+    ``waiting calls`` and ``allocating calls`` (of the runtime: most calls of the driver are not
+    seen), ``waits`` (by whoever's call), ``allocations`` (of PyTorch's allocator), ``graph
+    launches`` and ``kernel launches``.
     """
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities, acc_events=True) as profiler:
+    watch = _ExperimentalConfig(enable_cuda_sync_events=True)
+    with profile(activities=activities, acc_events=True, experimental_config=watch) as profiler:
         run()
         found: Counter[str] = Counter()
         found["allocations"] = torch.cuda.memory_stats()["allocation.all.allocated"] - before
@@ -60,6 +64,10 @@ def _kinds(name: str) -> list[str]:
     if name.startswith("Memcpy"):
         kinds = [way for way in ("HtoD", "DtoH") if way in name]
         return kinds + (["pageable"] if kinds and "Pageable" in name else [])
+    if name.startswith("_fetch_kernel"):
+        return ["packets"]
+    if WAITED.fullmatch(name):
+        return ["waits", name]
     if WAITING.fullmatch(name):
         return ["waiting calls", name]
     if ALLOCATING.fullmatch(name):

@@ -1,5 +1,7 @@
 """The loop does not wait: what the driver did in a step, as CUPTI saw it."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -34,12 +36,12 @@ def test_a_steady_step_is_one_graph_one_copy_out_and_no_wait(
     engine.executor.close()
     assert found["graph launches"] == STEPS  # it really was a steady step
     assert found["kernel launches"] == 0  # and all of it, new pages too, was recorded
-    assert found["HtoD"] == 0  # the graph fetches the packet
+    assert found["HtoD"] == 0 and found["packets"] == STEPS  # which the graph fetches
     assert STEPS - depth <= found["DtoH"] <= STEPS + depth
     assert found["pageable"] == 0
     assert found["allocations"] == found["allocating calls"] == 0
     # Stopping the profile waits for the device once or twice.
-    assert found["waiting calls"] <= 2
+    assert found["waiting calls"] <= 2 and found["waits"] <= 2
 
 
 def test_a_step_with_a_prompt_is_one_copy_out_too() -> None:
@@ -49,7 +51,8 @@ def test_a_step_with_a_prompt_is_one_copy_out_too() -> None:
     print(dict(found))
     engine.executor.close()
     assert found["HtoD"] == 0 and 39 <= found["DtoH"] <= 41
-    assert found["pageable"] == 0 and found["waiting calls"] <= 2
+    assert found["packets"] == 2 * 40  # new tenants look at it before the step takes it
+    assert found["pageable"] == 0 and found["waiting calls"] <= 2 and found["waits"] <= 2
 
 
 def test_a_step_too_large_for_a_graph_copies_and_waits_no_more() -> None:
@@ -63,7 +66,9 @@ def test_a_step_too_large_for_a_graph_copies_and_waits_no_more() -> None:
     engine.executor.close()
     assert found["graph launches"] == 0 and found["kernel launches"] > 20 * 50
     assert found["HtoD"] == 0 and 19 <= found["DtoH"] <= 21
-    assert found["pageable"] == found["allocating calls"] == 0 and found["waiting calls"] <= 2
+    assert found["packets"] == 2 * 20
+    assert found["pageable"] == found["allocating calls"] == 0
+    assert found["waiting calls"] <= 2 and found["waits"] <= 2
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -86,19 +91,25 @@ def test_a_wait_within_a_step_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("num_extra", [1, 3])
 def test_copies_that_are_too_many_are_counted(num_extra) -> None:
-    """The counting itself: copies of each kind, a wait and an allocation are seen."""
+    """The counting itself: copies of each kind, waits and an allocation are seen.
+
+    Waits for which the driver was called, too, as the engine does for copies and events.
+    """
     engine = engine_of()
-    step, pageable = engine.loop.step, torch.zeros(8)
+    step, pageable, driver = engine.loop.step, torch.zeros(8), ctypes.CDLL("libcuda.so.1")
+    stream = ctypes.c_void_p(engine.executor._device._lanes[0].stream.cuda_stream)
 
     def noisy_step() -> None:
         step()
         for _ in range(num_extra):
             pageable.to("cuda").cpu()
             torch.cuda.current_stream().synchronize()
+            assert driver.cuStreamSynchronize(stream) == 0
 
     engine.loop.step = noisy_step
     found = steady_counts(engine, 10)
     engine.executor.close()
     assert found["HtoD"] == 10 * num_extra and found["pageable"] == 20 * num_extra
     assert found["waiting calls"] >= 10 * num_extra
+    assert found["waits"] >= 2 * 10 * num_extra
     assert found["allocations"] >= 10 * num_extra

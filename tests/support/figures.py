@@ -25,12 +25,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def keep(file: Path, test_file: str, line: dict[str, object]) -> None:
+def keep(file: Path, *tests: str, line: dict[str, object]) -> None:
     """Append a number with what is to be said of its run."""
-    command = ["-m", "pytest", "-m", "cuda", test_file, "--figures", "FILE"]
+    command = ["-m", "pytest", "-m", "cuda", *tests, "--figures", "FILE"]
     about = describe_run(command, "triton", "transformers", gpu=facts_of_the_gpu())
     with file.open("a") as lines:
         lines.write(json.dumps(line | about) + "\n")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Keep how many tests passed and failed, if numbers are kept."""
+    file: Path | None = config.getoption("--figures")
+    if file is None:
+        return
+    ends = {
+        end: len(terminalreporter.stats.get(end, ()))
+        for end in ("passed", "failed", "error", "skipped")
+    }
+    line = {"work": "tests", "value": ends["passed"], "unit": "tests passed", "floor": None}
+    keep(file, *config.args, line=line | {"shape": None, "batch": None, "ends": ends})
 
 
 @cache
@@ -49,6 +64,6 @@ def figure(request: pytest.FixtureRequest) -> Figure:
         line = {"work": work, "value": value, "unit": unit, "floor": None} | more
         print(json.dumps(line))
         if file is not None:
-            keep(file, str(where), line)
+            keep(file, str(where), line=line)
 
     return note

@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.support.figures import Figure, keep
+from tests.support.figures import Figure, keep, pytest_terminal_summary
 
 
 def test_a_number_is_a_benchmark_line(tmp_path: Path) -> None:
     for value in (1.5, 2.5):
-        keep(tmp_path / "f.jsonl", "tests/x.py", {"work": "w", "value": value, "unit": "u"})
+        keep(tmp_path / "f.jsonl", "tests/x.py", line={"work": "w", "value": value, "unit": "u"})
     first, second = map(json.loads, (tmp_path / "f.jsonl").read_text().splitlines())
     assert (first["value"], second["value"]) == (1.5, 2.5)
     assert first["command"] == "python -m pytest -m cuda tests/x.py --figures FILE"
@@ -23,3 +25,16 @@ def test_without_a_file_it_is_printed(
     figure("w", 3, "u", batch=2)
     said = json.loads(capsys.readouterr().out)
     assert said == {"work": "w", "value": 3, "unit": "u", "floor": None, "batch": 2}
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_how_a_run_ended_is_a_line_too(is_kept: bool, tmp_path: Path) -> None:
+    file = tmp_path / "f.jsonl"
+    config: Any = SimpleNamespace(getoption=lambda name: file if is_kept else None, args=["tests"])
+    reporter: Any = SimpleNamespace(stats={"passed": [1, 2, 3], "failed": [4], "": [5]})
+    pytest_terminal_summary(reporter, config)
+    assert file.exists() == is_kept
+    if is_kept:
+        line = json.loads(file.read_text())
+        assert (line["work"], line["value"]) == ("tests", 3)
+        assert line["ends"] == {"passed": 3, "failed": 1, "error": 0, "skipped": 0}

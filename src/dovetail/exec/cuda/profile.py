@@ -16,10 +16,10 @@ from dovetail.config.schema import EngineConfig
 from dovetail.errors import ConfigError, DeviceError
 from dovetail.exec.blocks import transfer_bytes
 from dovetail.exec.cuda.arena import StepMemory
+from dovetail.exec.cuda.device import CudaDevice
 from dovetail.exec.cuda.graphs import CudaGraphs
 from dovetail.exec.cuda.runner import CudaRunner
 from dovetail.exec.cuda.shaped_graphs import ShapedGraphs
-from dovetail.exec.device import Device
 from dovetail.kernels.backend import Kernels
 from dovetail.models.causal_lm import CausalLM
 
@@ -27,7 +27,7 @@ from dovetail.models.causal_lm import CausalLM
 def memory_use(
     config: EngineConfig,
     model: CausalLM,
-    device: Device,
+    device: CudaDevice,
     kernels: Kernels,
     graphs: CudaGraphs | None,
     memory: StepMemory,
@@ -70,6 +70,8 @@ def memory_use(
             f"{config.max_running} rows) does not fit beside {weights} bytes of weights; lower "
             f"chunk_size or max_running ({error})",
         ) from error
+    for block in runner.blocks.packets:  # the pool's runner has its own
+        device.release_host_block(block.host)
     free, total = torch.cuda.mem_get_info(device.torch_device)
     after = total - free
     return MemoryUse(
@@ -89,7 +91,7 @@ def rehearsed_sizes(config: EngineConfig) -> list[int]:
     return [max(rows, tokens * eighths // 8) for eighths in range(8, 0, -1)]
 
 
-def _taken(device: Device) -> int:
+def _taken(device: CudaDevice) -> int:
     """Return the bytes that are taken, by whomever."""
     drop_unused()
     free, total = torch.cuda.mem_get_info(device.torch_device)
