@@ -113,7 +113,8 @@ def _counted(line: Line) -> str:
     return (
         f"{line['work'].removeprefix('copies a step: ')}: {counts['HtoD']:g} copies to the device, "
         f"{counts['DtoH']:g} back, {counts['allocations']:g} allocations, "
-        f"{counts['graph launches']:g} graph and {counts['kernel launches']:g} kernels launched"
+        f"{counts['graph launches']:g} graph and {counts['kernel launches']:g} kernels launched, "
+        f"{counts['waits']:g} waits"
     )
 
 

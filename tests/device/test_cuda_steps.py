@@ -41,7 +41,7 @@ def test_a_steady_step_is_one_graph_one_copy_out_and_no_wait(
     assert found["pageable"] == 0
     assert found["allocations"] == found["allocating calls"] == 0
     # Stopping the profile waits for the device once or twice.
-    assert found["waiting calls"] <= 2 and found["waits"] <= 2
+    assert found["waiting calls"] <= 2 and 0 <= found["waits"] <= 2
 
 
 def test_a_step_with_a_prompt_is_one_copy_out_too() -> None:
@@ -52,7 +52,7 @@ def test_a_step_with_a_prompt_is_one_copy_out_too() -> None:
     engine.executor.close()
     assert found["HtoD"] == 0 and 39 <= found["DtoH"] <= 41
     assert found["packets"] == 2 * 40  # new tenants look at it before the step takes it
-    assert found["pageable"] == 0 and found["waiting calls"] <= 2 and found["waits"] <= 2
+    assert found["pageable"] == 0 and found["waiting calls"] <= 2 and 0 <= found["waits"] <= 2
 
 
 def test_a_step_too_large_for_a_graph_copies_and_waits_no_more() -> None:
@@ -68,7 +68,7 @@ def test_a_step_too_large_for_a_graph_copies_and_waits_no_more() -> None:
     assert found["HtoD"] == 0 and 19 <= found["DtoH"] <= 21
     assert found["packets"] == 2 * 20
     assert found["pageable"] == found["allocating calls"] == 0
-    assert found["waiting calls"] <= 2 and found["waits"] <= 2
+    assert found["waiting calls"] <= 2 and 0 <= found["waits"] <= 2
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -97,19 +97,21 @@ def test_copies_that_are_too_many_are_counted(num_extra) -> None:
     """
     engine = engine_of()
     step, pageable, driver = engine.loop.step, torch.zeros(8), ctypes.CDLL("libcuda.so.1")
-    stream = ctypes.c_void_p(engine.executor._device._lanes[0].stream.cuda_stream)
+    stream, event = torch.cuda.current_stream(), torch.cuda.Event()
+    event.record(stream)
 
     def noisy_step() -> None:
         step()
         for _ in range(num_extra):
             pageable.to("cuda").cpu()
-            torch.cuda.current_stream().synchronize()
-            assert driver.cuStreamSynchronize(stream) == 0
+            stream.synchronize()
+            assert driver.cuStreamSynchronize(ctypes.c_void_p(stream.cuda_stream)) == 0
+            assert driver.cuEventSynchronize(ctypes.c_void_p(event.cuda_event)) == 0
 
     engine.loop.step = noisy_step
     found = steady_counts(engine, 10)
     engine.executor.close()
     assert found["HtoD"] == 10 * num_extra and found["pageable"] == 20 * num_extra
     assert found["waiting calls"] >= 10 * num_extra
-    assert found["waits"] >= 2 * 10 * num_extra
+    assert found["waits"] >= 3 * 10 * num_extra
     assert found["allocations"] >= 10 * num_extra
