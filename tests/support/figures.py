@@ -36,9 +36,9 @@ def keep(file: Path, *tests: str, line: dict[str, object]) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Keep how many tests passed and failed, if numbers are kept."""
+    """Keep how many tests passed and failed, if numbers are kept; all workers together."""
     file: Path | None = config.getoption("--figures")
-    if file is None:
+    if file is None or hasattr(config, "workerinput"):
         return
     ends = {
         end: len(terminalreporter.stats.get(end, ()))

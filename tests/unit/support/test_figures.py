@@ -27,12 +27,20 @@ def test_without_a_file_it_is_printed(
     assert said == {"work": "w", "value": 3, "unit": "u", "floor": None, "batch": 2}
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_how_a_run_ended_is_a_line_too(is_kept: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("has_file", "part"), [(True, {}), (False, {}), (True, {"workerinput": {}})]
+)
+def test_how_a_run_ended_is_a_line_too(
+    has_file: bool, part: dict[str, object], tmp_path: Path
+) -> None:
+    """One for all workers of pytest-xdist, each of which ends, too."""
     file = tmp_path / "f.jsonl"
-    config: Any = SimpleNamespace(getoption=lambda name: file if is_kept else None, args=["tests"])
+    config: Any = SimpleNamespace(
+        getoption=lambda name: file if has_file else None, args=["tests"], **part
+    )
     reporter: Any = SimpleNamespace(stats={"passed": [1, 2, 3], "failed": [4], "": [5]})
     pytest_terminal_summary(reporter, config)
+    is_kept = has_file and not part
     assert file.exists() == is_kept
     if is_kept:
         line = json.loads(file.read_text())
