@@ -10,6 +10,7 @@ from dovetail.wire.request import LogprobParams
 from tests.support.answers import check_output
 from tests.support.harness import Harness
 from tests.support.scripted_engine import scripted_engine
+from tests.support.traffic import fill_a_page_with_nan
 
 TOP = LogprobParams(logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(4,))
 
@@ -245,3 +246,28 @@ def test_b73_a_page_that_is_half_computed_is_never_shared(
         outputs = harness.run()
         check_output(outputs[first], a, params, llama_oracle)
         check_output(outputs[second], b, params, llama_oracle)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_b141_nan_stays_with_its_request(llama_folder, depth) -> None:
+    """vllm #50002, #50283: NaN of one request's cache reaches others through pages and prefixes.
+
+    The 50 beside it, some of which get its pages, are those of a run without NaN; so is the same
+    prompt, asked again.
+    """
+    asked, greedy = prompts(51, 20, 40), {"max_new_tokens": 24, "temperature": 0.0}
+    spoilt, clean = (engine_of(llama_folder, depth=depth, page_size=8) for _ in range(2))
+    for harness in (spoilt, clean):
+        for prompt in asked:
+            harness.add(prompt, ignore_eos=True, **greedy)
+        while len(harness.outputs[3].token_ids) < 5:
+            harness.step()
+    fill_a_page_with_nan(spoilt, 3)
+    for harness in (spoilt, clean):
+        harness.run()
+    again = spoilt.ask(asked[3], ignore_eos=True, **greedy)
+    failed = spoilt.outputs[3]
+    assert failed.finish.type == "error" and "not finite" in failed.finish.message
+    assert again.token_ids == clean.outputs[3].token_ids
+    for number in set(range(51)) - {3}:
+        assert spoilt.outputs[number].token_ids == clean.outputs[number].token_ids

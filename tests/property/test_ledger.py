@@ -242,6 +242,20 @@ class LedgerMachine(RuleBasedStateMachine):
             run.shareable = False
             run.published = []
 
+    @precondition(lambda self: self.runs)
+    @rule(index=which)
+    def forget(self, index: int):
+        run = self.runs[index % len(self.runs)]
+        self.ledger.forget(run.holding)
+        if not run.published:
+            return
+        first = run.published[0]
+        self.known = {p: pages for p, pages in self.known.items() if p[: len(first)] != first}
+        for other in self.runs:
+            if other.published[:1] == [first]:
+                other.shareable = False
+                other.published = []
+
     # -- what must always be so -----------------------------------------------------
 
     @invariant()

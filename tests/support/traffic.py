@@ -15,6 +15,7 @@ from tests.support.compare import (
     assert_follows,
     assert_same_routes,
 )
+from tests.support.harness import Harness
 from tests.support.oracle import Oracle, Routing
 from tests.support.stepper import Output, Stepper
 
@@ -85,6 +86,15 @@ def mixed_traffic(
     harness.check_idle()
     outputs = harness.outputs
     return [Asked(prompt, params, outputs[number]) for prompt, params, number in asked]
+
+
+def fill_a_page_with_nan(harness: Harness, number: int) -> None:
+    """Spoil the keys of a running request's second page, as work of the compute lane."""
+    running = harness.scheduler._running
+    page = next(s for s in running if s.request.request_id == number).holding.tables[0][1]
+    size = harness.config.page_size
+    keys = harness.executor._runner._kv.k_LCKD[:, page * size : (page + 1) * size]
+    harness.executor._device.compute.submit(keys.fill_, float("nan"))
 
 
 def check_pool_is_whole(harness: Stepper) -> None:

@@ -262,6 +262,24 @@ class KVLedger:
             holding.path = []
             holding.shareable = False
 
+    def forget(self, holding: Holding) -> None:
+        """Forget all that begins with the holding's first published page; it is not matched again.
+
+        For pages that may hold something wrong. As after ``flush``, who runs on them keeps them and
+        publishes nothing any more.
+        """
+        self._expect_open(holding)
+        if not holding.path:
+            return
+        top = holding.path[0]
+        forgotten = self._tree.remove(top)
+        for g, pool in enumerate(self._pools):
+            pool.release(node.pages[g] for node in forgotten)
+        for other in self._holdings:
+            if other.path and other.path[0] is top:
+                other.path = []
+                other.shareable = False
+
     # -- inside ---------------------------------------------------------------------
 
     def _match(self, namespace: bytes, token_ids: Sequence[int], max_cached: int) -> list[Node]:

@@ -144,6 +144,20 @@ class RadixTree:
         self.num_pages -= 1
         return node
 
+    def remove(self, top: Node) -> list[Node]:
+        """Forget a node and all below it, held or not, and return them.
+
+        Paths through it are void: they must not be given to this tree again.
+        """
+        nodes = list(self._below([top]))
+        if top.parent is not None:
+            del top.parent.children[top.edge]
+        for node in nodes:
+            node.children.clear()
+            self._unheld.pop(node, None)
+        self.num_pages -= len(nodes)
+        return nodes
+
     def reset(self) -> list[Node]:
         """Forget everything, held or not, and return the nodes there were.
 
@@ -160,7 +174,10 @@ class RadixTree:
 
     def nodes(self) -> Iterator[Node]:
         """Every node, parents before their children. O(nodes)."""
-        stack = list(self._root.children.values())
+        return self._below(list(self._root.children.values()))
+
+    def _below(self, stack: list[Node]) -> Iterator[Node]:
+        """The nodes of the stack and all below them, parents before their children."""
         while stack:
             node = stack.pop()
             yield node

@@ -439,6 +439,8 @@ class Scheduler:
         if sequence.captured is not None:
             sequence.captured.forwarded(sequence.computed_len, epoch)
         if status != _OK:  # whatever made it so is not shared
+            if status == RowStatus.NON_FINITE:  # and may be in pages that are
+                self._ledger.forget(sequence.held)
             return failure_of(RowStatus(status))
         if sequence.state is _RUNNING and sequence.computed_len >= sequence.upkeep_at:
             self._keep_up(sequence)

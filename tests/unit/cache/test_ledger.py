@@ -255,6 +255,7 @@ def test_a_released_holding_is_dead():
         lambda: ledger.can_extend(holding, 1),
         lambda: ledger.publish(holding, [1, 2], 2),
         lambda: ledger.unshareable(holding),
+        lambda: ledger.forget(holding),
         lambda: make().release(holding),
     ):
         with pytest.raises(InvariantError):
@@ -290,6 +291,30 @@ def test_after_a_flush_nothing_older_is_found():
     ledger.release(waiting)
     ledger.check()
     assert ledger.stats().free == 8
+    cache(ledger, tokens)
+    assert ledger.match_len(NS, tokens, max_cached=9) == 6
+
+
+def test_what_begins_with_a_forgotten_page_is_not_found():
+    ledger = make()
+    tokens, other = [1, 2, 3, 4, 5, 6], [1, 2, 9, 9]
+    cache(ledger, [9, 9])
+    cache(ledger, other)
+    first = run(ledger, tokens[:4])
+    second = ledger.open(NS, tokens, max_cached=5)
+    ledger.extend(second, 6)
+    pages = list(ledger.table(second))
+    ledger.forget(first)
+    ledger.forget(first)
+    ledger.check()
+    assert [ledger.match_len(NS, ids, max_cached=9) for ids in (tokens, other, [9, 9])] == [0, 0, 2]
+    # Who runs on it keeps its pages, and publishes nothing.
+    assert ledger.table(second) == pages
+    ledger.publish(second, tokens, 6)
+    ledger.release(first)
+    ledger.release(second)
+    ledger.check()
+    assert ledger.match_len(NS, tokens, max_cached=9) == 0 and ledger.stats().free == 7
     cache(ledger, tokens)
     assert ledger.match_len(NS, tokens, max_cached=9) == 6
 
