@@ -66,7 +66,7 @@ def load_seconds(folder: Path, repeats: int) -> tuple[list[float], int]:
 
 
 def pinned_rate(repeats: int) -> float:
-    """Return the bytes a second of one copy from pinned memory, the most of some."""
+    """Return the bytes a second of one copy from pinned memory, the best of ``repeats``."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8).pin_memory()
     target, seconds = torch.empty_like(source, device="cuda"), []
     for _ in range(repeats):
@@ -95,7 +95,7 @@ def main() -> None:
     line = describe_run(argv, "triton", "transformers", "safetensors", gpu=gpu_facts()) | {
         "work": "weights loaded", "shape": args.shape, "batch": None, "unit": "GB/s",
         "value": round(num_bytes / statistics.median(seconds) / 1e9, 2),
-        "floor": round(rate / 1e9, 2), "bytes": num_bytes,
+        "floor": None, "one_copy_GB_per_s": round(rate / 1e9, 2), "bytes": num_bytes,
         "seconds": [round(each, 3) for each in seconds],
     }  # fmt: skip
     print(json.dumps(line))

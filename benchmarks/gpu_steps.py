@@ -1,10 +1,11 @@
 """What a step costs beside its kernels, on one GPU: copies, waits, allocations, host time.
 
-    python -m benchmarks.gpu_steps [FOLDER] [--rows N] [--out FILE.jsonl]
+    python -m benchmarks.gpu_steps [FOLDER] [--rows N] [--capture COLUMN] [--out FILE.jsonl]
 
 1. Copies between host and device, waiting calls and allocations a step, of 200 steady decode steps
    and of 40 steps that each take a new prompt, as CUPTI saw them.
-2. Host microseconds of building and sending the packet, and of a whole step without its one wait.
+2. Host microseconds of building and sending the packet, and of a whole step without its wait
+   for a result.
 """
 
 import argparse
@@ -44,7 +45,8 @@ def count_calls(run: Callable[[], object]) -> Counter[str]:
     The names are ``HtoD``, ``DtoH``, ``pageable`` (of these), ``packets`` (that were fetched),
     ``waiting calls`` and ``allocating calls`` (of the runtime: most calls of the driver are not
     seen), ``waits`` (by whoever's call), ``events asked for``, ``allocations`` (of PyTorch's
-    allocator), ``graph launches`` and ``kernel launches``.
+    allocator), ``graph launches`` and ``kernel launches``; waits and calls stand under their own
+    names, too. The end of the count waits once.
     """
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -72,7 +74,7 @@ def count_calls(run: Callable[[], object]) -> Counter[str]:
 
 
 def _kinds(name: str) -> list[str]:
-    """Return what an event of the profiler counts as; the profile's own end waits, too."""
+    """Return what an event of the profiler counts as."""
     if name.startswith("Memcpy"):
         kinds = [way for way in ("HtoD", "DtoH") if way in name]
         return kinds + (["pageable"] if kinds and "Pageable" in name else [])
@@ -157,7 +159,7 @@ class Stopwatch:
 def host_times(engine: SteppedEngine, num_steps: int = TIMED) -> dict[str, Any]:
     """Return microseconds of the parts of a steady step, medians; ``host`` has no wait.
 
-    Parts of ``submit`` come from turns of their own: to watch a call costs it a microsecond or two.
+    Parts of ``submit`` come from steps of their own: to watch a call costs it a microsecond or two.
     """
     executor: Any = engine.executor
     runner, host = executor._runner, list[float]()

@@ -47,7 +47,7 @@ be right. There is no configuration file, and no environment variable changes an
 TAIL = """
 Sizes are bytes, or a number with a unit: `512MiB` (1024s) or `2GB` (1000s).
 
-`model` as a name needs the package `huggingface_hub` (`pip install 'dovetail[hub]'`). Weights in
+`model` as a name needs the package `huggingface_hub` (`pip install huggingface_hub`). Weights in
 safetensors, JSON files and templates are fetched, once, into the cache of that package, whose own
 settings hold: `HF_HOME` says where the cache is, `HF_HUB_OFFLINE=1` forbids the network. An
 existing folder comes before a name that reads the same.

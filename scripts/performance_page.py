@@ -1,7 +1,7 @@
 """The text of docs/performance.md: ``performance.md`` beside this file, with figures filled in.
 
-Figures are looked up in benchmarks/results, never typed; what is said of them stands in the text,
-and belongs to those that were there when it was written. ``{{shape work rows}}`` stands for a
+Figures of tables and lists are looked up in benchmarks/results; what is said of them stands in the
+text, and belongs to those that were there when it was written. ``{{shape work rows}}`` stands for a
 figure's cells in a table.
 """
 
@@ -71,7 +71,8 @@ def _summary(lines: list[Line]) -> str:
     text = f"Slower than the best other: {', '.join(names) if names else 'none'}. "
     distinct = [line for line in lines if "distinct_experts" in line]
     if distinct:
-        counts = ", ".join(f"{one['distinct_experts']:.1f} at {one['batch']}" for one in distinct)
+        of = {one["batch"]: one["distinct_experts"] for one in distinct}  # d has those of a
+        counts = ", ".join(f"{of[rows]:.1f} at {rows}" for rows in sorted(of))
         text += f"Experts of a layer that so many rows choose, on average: {counts}. "
     copies = [line["rates"]["copy_GB_per_s"] / 1000 for line in lines]
     products = [line["rates"]["gemm_TFLOP_per_s"] for line in lines]
@@ -103,9 +104,20 @@ def _steps(lines: list[Line]) -> list[str]:
     times: defaultdict[str, list[str]] = defaultdict(list)
     for line in lines:
         if line["unit"] != "copies":
-            of = f"{line['work'].removeprefix('step: ')}, {line['unit']}, `{line['shape']}`"
-            times[of].append(f"{line['value']:.0f}")
+            for what, us in _times(line).items():
+                times[f"{what}, us, `{line['shape']}`"].append(f"{us:.0f} ({line['commit']})")
     return [*dict.fromkeys(counts), *(f"{of}: {', '.join(them)}" for of, them in times.items())]
+
+
+def _times(line: Line) -> dict[str, float]:
+    """Return microseconds; of the host's, those of the parts that wait for nothing, too."""
+    what, us = line["work"].removeprefix("step: "), line["value"]
+    if what != "host time":
+        return {what: us}
+    return {
+        "plan and commit": line["us"]["plan"] + line["us"]["commit"],
+        "all that the host does but wait": us,
+    }
 
 
 def _counted(line: Line) -> str:

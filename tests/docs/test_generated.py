@@ -68,22 +68,29 @@ def test_figures_are_filled_in_beside_what_is_said_of_them() -> None:
 def test_counts_that_agree_stand_once_and_times_of_all_runs() -> None:
     def run(packet_us: float, copies: float = 1.0, batch: int = 256) -> list[dict]:
         of = {"shape": "big", "batch": batch, "capture": [], "commit": f"c{packet_us:.0f}"}
-        counts = {"HtoD": copies, "DtoH": 1.0, "graph launches": 1.0}
+        counts = {"HtoD": copies, "DtoH": 1.0, "graph launches": 1.0, "waits": 0.005}
+        us = {"plan": packet_us, "commit": 100.0}
         return [
             of | {"work": "copies a step: decode", "unit": "copies", "a_step": counts},
-            of | {"work": "step: packet", "unit": "us", "value": packet_us},
+            of | {"work": "step: packet", "unit": "us", "value": packet_us, "us": us},
+            of | {"work": "step: host time", "unit": "us", "value": 9 * packet_us, "us": us},
         ]
 
     counted = (
-        "decode: {} copies to the device, 1 back, 0 allocations, 1 graph and 0 kernels launched"
+        "decode: {} copies to the device, 1 back, 0 allocations, 1 graph and 0 kernels launched, "
+        "0.005 waits"
     )
     runs = [*run(27.1), *run(23.8)]
     assert filled("{{steps}}\n{{steps at}}", works=[], steps=runs, capture=[]) == (
-        f"* {counted.format(1)}\n* packet, us, `big`: 27, 24\nMeasured at c27, c24"
+        f"* {counted.format(1)}\n* packet, us, `big`: 27 (c27), 24 (c24)\n"
+        "* plan and commit, us, `big`: 127 (c27), 124 (c24)\n"
+        "* all that the host does but wait, us, `big`: 244 (c27), 214 (c24)\n"
+        "Measured at c27, c24"
     )
     runs += run(35.3, copies=2.0)
-    assert filled("{{steps}}", works=[], steps=runs, capture=[]) == (
-        f"* {counted.format(1)}\n* {counted.format(2)}\n* packet, us, `big`: 27, 24, 35"
+    assert filled("{{steps}}", works=[], steps=runs, capture=[]).startswith(
+        f"* {counted.format(1)}\n* {counted.format(2)}\n"
+        "* packet, us, `big`: 27 (c27), 24 (c24), 35 (c35)\n"
     )
     with pytest.raises(ValueError, match="differ in rows"):
         filled("{{steps}}", works=[], steps=runs + run(9.0, batch=1), capture=[])

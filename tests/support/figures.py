@@ -25,9 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def keep(file: Path, *tests: str, line: dict[str, object]) -> None:
-    """Append a number with what is to be said of its run."""
-    command = ["-m", "pytest", "-m", "cuda", *tests, "--figures", "FILE"]
+def keep(file: Path, *args: str, line: dict[str, object]) -> None:
+    """Append a number with what is to be said of its run, of which pytest had these arguments."""
+    command = ["-m", "pytest", *(arg.replace(str(file), "FILE") for arg in args)]
     about = describe_run(command, "triton", "transformers", gpu=facts_of_the_gpu())
     with file.open("a") as lines:
         lines.write(json.dumps(line | about) + "\n")
@@ -45,7 +45,8 @@ def pytest_terminal_summary(
         for end in ("passed", "failed", "error", "skipped")
     }
     line = {"work": "tests", "value": ends["passed"], "unit": "tests passed", "floor": None}
-    keep(file, *config.args, line=line | {"shape": None, "batch": None, "ends": ends})
+    line |= {"shape": None, "batch": None, "ends": ends}
+    keep(file, *config.invocation_params.args, line=line)
 
 
 @cache
@@ -64,6 +65,6 @@ def figure(request: pytest.FixtureRequest) -> Figure:
         line = {"work": work, "value": value, "unit": unit, "floor": None} | more
         print(json.dumps(line))
         if file is not None:
-            keep(file, str(where), line=line)
+            keep(file, "-m", "cuda", str(where), "--figures", str(file), line=line)
 
     return note

@@ -43,7 +43,7 @@ OPTIONAL = {
     "huggingface_hub": ("models by their name on the Hugging Face hub", HUB_INSTALL),
     "matplotlib": ("the figure of dovetail mismatch", PLOT_INSTALL),
     "pillow": ("the picture of dovetail trace", PLOT_INSTALL),
-    "transformers": ("the oracle of the tests", "pip install 'dovetail[test]'"),
+    "transformers": ("the oracle of the tests", "pip install transformers"),
 }
 
 Verdict = Literal["ok", "missing", "problem"]
@@ -212,7 +212,7 @@ def _mapped_memory(memory: TaggedMemory | None) -> Finding:
         what=what,
         verdict="missing",
         detail=f"cannot be had: {memory.reason}; weights and KV cannot be given back",
-        fix="pip install 'dovetail[gpu]'",
+        fix="pip install cuda-bindings",
     )
 
 

@@ -15,7 +15,7 @@ from dovetail.config.schema import (
 )
 from dovetail.wire.request import LogprobKind, SamplingParams
 
-PLOT_INSTALL = "pip install 'dovetail[plot]'"
+PLOT_INSTALL = "pip install matplotlib pillow"
 # A flag that is not given leaves no trace, so defaults live in one place.
 _UNSET = argparse.SUPPRESS
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from dovetail.errors import ConfigError
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "assets" / "tiny-moe"
-HUB_INSTALL = "pip install 'dovetail[hub]'"
+HUB_INSTALL = "pip install huggingface_hub"
 FETCHED_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
 IGNORED_PATTERNS = ("*/*", "consolidated*")
 """Folders and Mistral's own format hold the same weights a second time."""

@@ -26,7 +26,7 @@ from dovetail.exec.ring import BlockRing, paired_blocks
 from dovetail.sched.plan import ReadRows, StepPlan, StepResult
 
 _ROUNDS = 2**20
-"""Of the ring of packets, after which their numbers begin again."""
+"""Of the ring of packets, after which their numbers begin again at 1."""
 
 
 class Graphs(Protocol):
@@ -68,8 +68,8 @@ class Runner(Protocol):
         """Forward the rows of the packet, draw, and pack what leaves the step.
 
         Args:
-            plan: what the packet says, for what must be known where work is launched, such as its
-                shape: to read it off the packet would be to wait for the device.
+            plan: what the packet says, too: who launches work needs its shape, and the packet may
+                be on the device alone.
             layout: of the payload block.
             result: the one of ``blocks.results`` that the packet names; see ``exec.readback``.
             payload: None if the plan asks for tokens alone.
@@ -178,7 +178,7 @@ class Executor:
         """Gather rows before the forward, which may overwrite them; send them home beside it.
 
         Returns:
-            When they are there; None if nothing is to be read.
+            The event behind their copy; None if nothing is to be read.
         """
         if payload is None or not layout.readout_bytes:
             return None

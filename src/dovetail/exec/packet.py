@@ -150,9 +150,10 @@ class PacketWriter:
         num_rows = len(plan.rows)
         # In the order of ``SCALARS``.
         words[0], words[1], words[2], words[3] = num_rows, plan.num_tokens, result, number
+        # A plan without rows (read-outs) leaves those that are there.
         if num_rows and plan.rows is not self._last_rows:
             end = _put(words, end, self._rows, num_rows, _joined(plan.rows, ROW_FIELDS))
-            self._last_rows = plan.rows  # read-outs alone leave what there is
+            self._last_rows = plan.rows
         if plan.token_ids is not NO_IDS:
             end = _put(words, end, self._token_ids, len(plan.token_ids), plan.token_ids)
         if plan.page_writes is not NO_PAGES:

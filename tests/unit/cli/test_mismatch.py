@@ -138,7 +138,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["mismatch", str(file), "--plot", str(tmp_path / "a.png")]) == 2
-    assert "pip install 'dovetail[plot]'" in capsys.readouterr().err
+    assert "pip install matplotlib pillow" in capsys.readouterr().err
     assert main(["mismatch", str(file)]) == 0
 
 

@@ -171,7 +171,7 @@ def test_without_pillow_the_error_names_it_before_anything_is_loaded(
     words = [*WORDS, "--model", str(tmp_path / "none"), "--png", str(tmp_path / "t.png")]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert "png" in error and "pip install 'dovetail[plot]'" in error and "none" not in error
+    assert "png" in error and "pip install matplotlib pillow" in error and "none" not in error
 
 
 @pytest.mark.parametrize("flag", ["--out", "--png"])

@@ -11,11 +11,12 @@ from tests.support.figures import Figure, keep, pytest_terminal_summary
 
 
 def test_a_number_is_a_benchmark_line(tmp_path: Path) -> None:
+    file = tmp_path / "f.jsonl"
     for value in (1.5, 2.5):
-        keep(tmp_path / "f.jsonl", "tests/x.py", line={"work": "w", "value": value, "unit": "u"})
-    first, second = map(json.loads, (tmp_path / "f.jsonl").read_text().splitlines())
+        keep(file, "-m", "cuda", "x.py", "--figures", str(file), line={"work": "w", "value": value})
+    first, second = map(json.loads, file.read_text().splitlines())
     assert (first["value"], second["value"]) == (1.5, 2.5)
-    assert first["command"] == "python -m pytest -m cuda tests/x.py --figures FILE"
+    assert first["command"] == "python -m pytest -m cuda x.py --figures FILE"
     assert {"device", "rates", "versions", "commit"} <= first.keys()
 
 
@@ -36,7 +37,9 @@ def test_how_a_run_ended_is_a_line_too(
     """One for all workers of pytest-xdist, each of which ends, too."""
     file = tmp_path / "f.jsonl"
     config: Any = SimpleNamespace(
-        getoption=lambda name: file if has_file else None, args=["tests"], **part
+        getoption=lambda name: file if has_file else None,
+        invocation_params=SimpleNamespace(args=("tests", "--ignore", "x", "--figures", str(file))),
+        **part,
     )
     reporter: Any = SimpleNamespace(stats={"passed": [1, 2, 3], "failed": [4], "": [5]})
     pytest_terminal_summary(reporter, config)
@@ -46,3 +49,4 @@ def test_how_a_run_ended_is_a_line_too(
         line = json.loads(file.read_text())
         assert (line["work"], line["value"]) == ("tests", 3)
         assert line["ends"] == {"passed": 3, "failed": 1, "error": 0, "skipped": 0}
+        assert line["command"] == "python -m pytest tests --ignore x --figures FILE"

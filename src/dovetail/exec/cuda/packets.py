@@ -17,43 +17,43 @@ from dovetail.exec.packet import NUM_WORDS, NUMBER
 from dovetail.kernels.triton.jit import jit
 
 _FIRST = 512
-"""Words that are fetched first: all of the packet of a step without prompts or new rows."""
+"""Words that are fetched first: mostly all of a packet whose rows are those of the step before."""
 
-_BLOCK = 2048
+_MORE = 2048
 """Words that are fetched at a time after that."""
 
 
 @jit
 def _fetch_kernel(
-    packet_ptr, turn_ptr, addresses_ptr, NUM_BLOCKS: tl.constexpr, MAX_WORDS: tl.constexpr,
+    packet_ptr, last_ptr, addresses_ptr, NUM_BLOCKS: tl.constexpr, MAX_WORDS: tl.constexpr,
     NUMBER: tl.constexpr, NUM_WORDS: tl.constexpr, TAKES: tl.constexpr, FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    MORE: tl.constexpr,
 ):  # fmt: skip
     """Copy the packet behind the last one taken.
 
-    Each trip over the bus counts: the first brings the length, too. Nobody looks behind it, so
-    whole blocks are copied, in vectors. The host writes there again and again: what a cache holds
-    is old.
+    Each trip over the bus counts, so the first brings the length, too. What lies behind the length
+    is never read, so whole vectors are copied. Loads are volatile, for a cache may hold an older
+    packet.
     """
-    last = tl.load(turn_ptr) & 0x7FFFFFFF  # junk, too, leads to a block of the ring
+    last = tl.load(last_ptr) & 0x7FFFFFFF  # junk, too, leads to a block of the ring
     source_ptr = tl.load(addresses_ptr + last % NUM_BLOCKS).to(tl.pointer_type(tl.int32))
     source_ptr = tl.multiple_of(source_ptr, 16)
     word = tl.arange(0, FIRST)
     value = tl.load(source_ptr + word, mask=word < MAX_WORDS, other=0, volatile=True)
     tl.store(packet_ptr + word, value, mask=word < MAX_WORDS)
     num_words = tl.minimum(tl.sum(tl.where(word == NUM_WORDS, value, 0)), MAX_WORDS)
-    for begin in range(FIRST, num_words, BLOCK):
-        behind = begin + tl.arange(0, BLOCK)
+    for begin in range(FIRST, num_words, MORE):
+        behind = begin + tl.arange(0, MORE)
         value_behind = tl.load(source_ptr + behind, mask=behind < MAX_WORDS, volatile=True)
         tl.store(packet_ptr + behind, value_behind, mask=behind < MAX_WORDS)
     if TAKES:
         number = tl.sum(tl.where(word == NUMBER, value, 0))
-        tl.debug_barrier()  # all of the program has read the turn that part of it changes
-        tl.store(turn_ptr, number)
+        tl.debug_barrier()  # every thread has read the last number before one changes it
+        tl.store(last_ptr, number)
 
 
 class Packets:
-    """Packets in turn. Launches alone, so as work of the compute lane.
+    """Packets in turn. It only launches, so as work of the compute lane.
 
     Args:
         blocks: the ring; see ``StepBlocks``.
@@ -65,7 +65,7 @@ class Packets:
 
     def __init__(self, blocks: Sequence[TransferBlock], device: torch.device) -> None:
         self.words = torch.zeros(blocks[0].num_bytes // 4, dtype=torch.int32, device=device)
-        self._turn = torch.zeros(1, dtype=torch.int32, device=device)  # number of the last one
+        self._last_number = torch.zeros(1, dtype=torch.int32, device=device)
         self._blocks = blocks  # whose memory the addresses lead to
         addresses = [block.device_address for block in blocks]
         if any(address % 16 for address in addresses):
@@ -82,7 +82,7 @@ class Packets:
 
     def _fetch(self, *, takes: bool) -> None:
         _fetch_kernel[(1,)](
-            self.words, self._turn, self._addresses, NUM_BLOCKS=len(self._addresses),
+            self.words, self._last_number, self._addresses, NUM_BLOCKS=len(self._addresses),
             MAX_WORDS=len(self.words), NUMBER=NUMBER, NUM_WORDS=NUM_WORDS, TAKES=takes,
-            FIRST=_FIRST, BLOCK=_BLOCK, num_warps=4,
+            FIRST=_FIRST, MORE=_MORE, num_warps=4,
         )  # fmt: skip

@@ -151,7 +151,7 @@ class CudaRunner:
             forwarded = self._graphs.replay(shape)
         if forwarded is None:
             forwarded = self.step_alone(shape)
-        if payload is not None:  # more may be told of draws than plain ones leave
+        if payload is not None:  # scores of drawn tokens need what a shaped draw leaves
             is_shaped |= any(not score.is_prompt for score in plan.scores)
         if is_shaped or payload is not None:
             self._report(plan, shape, forwarded, is_shaped, layout, result, payload)
@@ -170,7 +170,7 @@ class CudaRunner:
         return forwarded
 
     def step_alone(self, shape: StepShape) -> Forwarded:
-        """Run a step in the memory of steps, as no graph may; what it returns is the step's."""
+        """Run a step unrecorded, in the memory of steps, which holds what it returns."""
         return self._memory.run(self.step, shape)
 
     @torch.inference_mode()
@@ -241,7 +241,7 @@ class CudaRunner:
         return draws
 
     def draw_alone(self, forwarded: Forwarded) -> PlainDraws:
-        """Draw shaped in the memory of steps, as no graph may."""
+        """Draw shaped, unrecorded, in the memory of steps."""
         return self._memory.run(self.draw_shaped, forwarded)
 
     @torch.inference_mode()
