@@ -271,3 +271,26 @@ def test_b141_nan_stays_with_its_request(llama_folder, depth) -> None:
     assert again.token_ids == clean.outputs[3].token_ids
     for number in set(range(51)) - {3}:
         assert spoilt.outputs[number].token_ids == clean.outputs[number].token_ids
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("prompt_len", "num_published"), [(5, 0), (15, 1), (24, 3)])
+def test_b141_one_that_is_aborted_leaves_no_nan_behind(
+    llama_folder, depth, prompt_len, num_published
+) -> None:
+    """Its end is decided before the row that met NaN comes back; the page is its own or shared."""
+    harness = engine_of(llama_folder, depth=depth, page_size=8)
+    prompt, greedy = [7] * prompt_len, {"max_new_tokens": 30, "temperature": 0.0}
+    number = harness.add(prompt, ignore_eos=True, **greedy)
+    while len(harness.outputs[number].token_ids) < 14:
+        harness.step()
+    (sequence,) = harness.scheduler._running
+    assert len(sequence.held.path) == num_published
+    fill_a_page_with_nan(harness, number)
+    harness.step()
+    harness.abort(number)
+    harness.run()
+    assert harness.outputs[number].finish.type == "abort"
+    ids = [*prompt, *harness.outputs[number].token_ids]
+    assert harness.ledger.match_len(b"", ids, max_cached=len(ids)) == 0
+    assert harness.ask(ids, ignore_eos=True, **greedy).finish.type == "length"

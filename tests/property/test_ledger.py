@@ -247,6 +247,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def forget(self, index: int):
         run = self.runs[index % len(self.runs)]
         self.ledger.forget(run.holding)
+        run.shareable = False
         if not run.published:
             return
         first = run.published[0]

@@ -266,9 +266,10 @@ class KVLedger:
         """Forget all that begins with the holding's first published page; it is not matched again.
 
         For pages that may hold something wrong. As after ``flush``, who runs on them keeps them and
-        publishes nothing any more.
+        publishes nothing any more; nor does this holding, whatever it has published.
         """
         self._expect_open(holding)
+        holding.shareable = False
         if not holding.path:
             return
         top = holding.path[0]

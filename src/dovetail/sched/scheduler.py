@@ -382,9 +382,11 @@ class Scheduler:
         rows = plan.rows
         sequence = self._slots.tenant(rows.slot.item(row), rows.generation.item(row))
         sequence.num_inflight -= 1
-        samples = rows.samples.item(row)
+        samples, status = rows.samples.item(row), result.status.item(row)
+        if status == RowStatus.NON_FINITE:  # its pages may be why, also if it has ended
+            self._ledger.forget(sequence.held)
         if sequence.finish is None:
-            token_id, status = result.token_ids.item(row, 0), result.status.item(row)
+            token_id = result.token_ids.item(row, 0)
             sequence.catch_up()
             if samples and status == _OK:
                 sequence.append(token_id, result.logprobs.item(row, 0), plan.epoch, scores)
@@ -439,8 +441,6 @@ class Scheduler:
         if sequence.captured is not None:
             sequence.captured.forwarded(sequence.computed_len, epoch)
         if status != _OK:  # whatever made it so is not shared
-            if status == RowStatus.NON_FINITE:  # and may be in pages that are
-                self._ledger.forget(sequence.held)
             return failure_of(RowStatus(status))
         if sequence.state is _RUNNING and sequence.computed_len >= sequence.upkeep_at:
             self._keep_up(sequence)
