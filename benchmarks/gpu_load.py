@@ -12,7 +12,6 @@ import statistics
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common import add_line, describe_run
 from benchmarks.gpu_rates import gpu_facts
+from benchmarks.stepped import empty_model
 from dovetail.config.resolve import options_from, resolve
 from dovetail.dist.comm import LocalComm
 from dovetail.exec.registry import load_backend
-from dovetail.models.registry import build_model
 from dovetail.weights.load import load_weights
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -45,15 +44,7 @@ def load_seconds(folder: Path, repeats: int) -> tuple[list[float], int]:
     """Return the seconds of each load into one model, and the bytes of its weights."""
     config = resolve(options_from({"model": str(folder), "device": "cuda"}))
     backend = load_backend(config)
-    model = build_model(
-        config.model,
-        dtype=getattr(torch, config.dtype),
-        device=backend.device.torch_device,
-        comm=LocalComm(),
-        kernels=backend.kernels,
-        allocate=partial(backend.device.memory.zeros, "weights"),
-    )
-    seconds = []
+    model, seconds = empty_model(config, backend), []
     for _ in range(repeats):
         torch.cuda.synchronize()
         started = time.perf_counter()

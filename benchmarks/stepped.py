@@ -9,16 +9,31 @@ import torch
 from dovetail.cache.groups import PagedGroup
 from dovetail.cache.ledger import KVLedger
 from dovetail.config.resolve import options_from, resolve
+from dovetail.config.schema import EngineConfig
 from dovetail.core.loop import EngineLoop
 from dovetail.core.mailbox import Inbox, Outbox
 from dovetail.dist.comm import LocalComm
+from dovetail.exec.backend import Backend
 from dovetail.exec.executor import Executor
 from dovetail.exec.registry import load_backend
+from dovetail.models.decoder import DecoderLM
 from dovetail.models.registry import build_model
 from dovetail.sched.scheduler import Scheduler
 from dovetail.weights.dummy import fill_with_noise
 from dovetail.wire.control import Admit
 from dovetail.wire.request import CaptureParams, LogprobParams, Request, SamplingParams
+
+
+def empty_model(config: EngineConfig, backend: Backend) -> DecoderLM:
+    """Return the configured model in the backend's memory, before it has weights."""
+    return build_model(
+        config.model,
+        dtype=getattr(torch, config.dtype),
+        device=backend.device.torch_device,
+        comm=LocalComm(),
+        kernels=backend.kernels,
+        allocate=partial(backend.device.memory.zeros, "weights"),
+    )
 
 
 class SteppedEngine:
@@ -27,14 +42,7 @@ class SteppedEngine:
     def __init__(self, **options: object) -> None:
         config = resolve(options_from({"load_format": "dummy", **options}))
         backend = load_backend(config)
-        model = build_model(
-            config.model,
-            dtype=getattr(torch, config.dtype),
-            device=backend.device.torch_device,
-            comm=LocalComm(),
-            kernels=backend.kernels,
-            allocate=partial(backend.device.memory.zeros, "weights"),
-        )
+        model = empty_model(config, backend)
         fill_with_noise(model)
         self.config = config = backend.size_pool(model, _ignore)
         runner = backend.make_runner(config, model, _ignore)
