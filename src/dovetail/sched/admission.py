@@ -12,6 +12,30 @@ from dovetail.sched.sequence import Sequence
 _FIRST_GUESS = 0.5
 _MEMORY = 0.95
 _RETRACTION_STEP = 0.1
+_BACKOFF_STEPS = 16
+
+
+class Backoff:
+    """When memory that was short is asked for again, for to ask each step would cost each step.
+
+    Those that run come nearer to their ends, so some steps later it may be enough. Whatever else
+    may change the answer ends it.
+    """
+
+    def __init__(self) -> None:
+        self._until = 0
+
+    def begin(self, step: int) -> None:
+        """Let some steps go by; memory was short in this one."""
+        self._until = step + _BACKOFF_STEPS
+
+    def end(self) -> None:
+        """Ask again at once: memory was given back, or others wait for it."""
+        self._until = 0
+
+    def is_on(self, step: int) -> bool:
+        """Whether memory is not asked for in this step."""
+        return step < self._until
 
 
 class LengthEstimate:

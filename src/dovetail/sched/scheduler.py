@@ -16,7 +16,7 @@ import numpy as np
 from dovetail.cache.ledger import KVLedger
 from dovetail.config.schema import EngineConfig
 from dovetail.errors import InvariantError
-from dovetail.sched.admission import LengthEstimate, PrefixHolds
+from dovetail.sched.admission import Backoff, LengthEstimate, PrefixHolds
 from dovetail.sched.arrivals import Arrivals
 from dovetail.sched.builder import PlanBuilder
 from dovetail.sched.captured import ColumnRows
@@ -34,10 +34,6 @@ from dovetail.sched.sequence import Sequence, SequenceState
 from dovetail.sched.slots import SlotTable
 from dovetail.wire.request import Request
 from dovetail.wire.result import FinishReason, TokenEvent
-
-RETRY_STEPS = 16
-"""Steps until memory that was short is asked for again if none is given back: those that run come
-nearer to their ends."""
 
 _OK = int(RowStatus.OK)  # comparing with a plain int is faster, and every row does it
 _RUNNING = SequenceState.RUNNING
@@ -72,7 +68,7 @@ class Scheduler:
         self._open = OpenRequests()
         self._holds = PrefixHolds(config)
         self._lengths = LengthEstimate()
-        self._retry_at = 0  # step at which memory is asked for again after it was short
+        self._backoff = Backoff()
         self._num_steps = 0
         self._order = CommitOrder()
         self.epoch = 0
@@ -100,7 +96,7 @@ class Scheduler:
         for sequence in sequences:
             self._waiting.add(sequence)
         self._open.add(request, sequences)
-        self._retry_at = 0  # the newcomer may be smaller, or first in line
+        self._backoff.end()  # the newcomer may be smaller, or first in line
 
     def abort(self, request_id: int) -> list[TokenEvent]:
         """End a request now, wherever it is. Unknown and ended ids are no news."""
@@ -189,7 +185,7 @@ class Scheduler:
         return width
 
     def _admit(self, builder: PlanBuilder, budget: int) -> None:
-        if budget == 0 or self._num_steps < self._retry_at or not len(self._waiting):
+        if budget == 0 or self._backoff.is_on(self._num_steps) or not len(self._waiting):
             return
         if not self._slots.num_free:
             return  # before anybody's prefix is looked up
@@ -228,7 +224,7 @@ class Scheduler:
             max_cached=max_cached,
             num_tokens=sequence.known_len + self._expected_growth(sequence),
         ):
-            self._retry_at = self._num_steps + RETRY_STEPS
+            self._backoff.begin(self._num_steps)
             return False
         holding = self._ledger.open(namespace, known_ids, max_cached=max_cached)
         if not self._ledger.extend(holding, sequence.known_len):
@@ -309,7 +305,7 @@ class Scheduler:
         self.epoch = epoch
         for sequence in self._open.sequences():
             sequence.begin_again()
-        self._retry_at = 0
+        self._backoff.end()
 
     def _requeue(self, sequence: Sequence) -> None:
         self._give_up_memory(sequence)
@@ -323,7 +319,7 @@ class Scheduler:
         self._ledger.release(sequence.held)
         self._slots.release(sequence)
         sequence.forget_memory()
-        self._retry_at = 0
+        self._backoff.end()
 
     # -- committing ----------------------------------------------------------------------
 
@@ -473,7 +469,7 @@ class Scheduler:
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
             self._holds.remove(sequence)
-            self._retry_at = 0  # those behind it may be smaller
+            self._backoff.end()  # those behind it may be smaller
             return [self._end(sequence)]
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
