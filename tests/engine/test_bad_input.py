@@ -52,10 +52,11 @@ def unharmed(request: pytest.FixtureRequest) -> Iterator[None]:
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
-def refused(call: Callable[[], object], field: str) -> None:
+def refusal(call: Callable[[], object]) -> str:
+    """Return what the refusal of the call says."""
     with pytest.raises(RequestError) as caught:
         call()
-    assert field in str(caught.value)
+    return str(caught.value)
 
 
 # -- requests -------------------------------------------------------------------------------
@@ -85,12 +86,12 @@ def refused(call: Callable[[], object], field: str) -> None:
     ],
 )
 def test_a_wrong_prompt(engine, prompt, field):
-    refused(lambda: engine.generate(prompt), field)
+    assert field in refusal(lambda: engine.generate(prompt))
 
 
 def test_one_wrong_prompt_stops_its_whole_batch_before_it_starts(engine):
     cached = engine.stats().num_cached_pages
-    refused(lambda: engine.generate([[9] * 30, [], [9] * 31]), "prompts[1].input_ids")
+    assert "prompts[1].input_ids" in refusal(lambda: engine.generate([[9] * 30, [], [9] * 31]))
     assert engine.stats().num_cached_pages == cached, "nothing was forwarded"
 
 
@@ -122,7 +123,7 @@ def test_one_wrong_prompt_stops_its_whole_batch_before_it_starts(engine):
 def test_a_wrong_parameter(engine, field, value):
     params = SamplingParams(**{field: value})
     for ask in (engine.generate, engine.stream, engine.astream):
-        refused(lambda ask=ask: ask([7, 8], params), field)
+        assert field in refusal(lambda ask=ask: ask([7, 8], params))
 
 
 def test_an_unknown_parameter():
@@ -131,7 +132,7 @@ def test_an_unknown_parameter():
 
 
 def test_an_unknown_column(engine):
-    refused(lambda: engine.generate([7], capture=("experts",)), "capture")
+    assert "capture" in refusal(lambda: engine.generate([7], capture=("experts",)))
 
 
 def test_extremes_that_are_legal(engine):
@@ -162,7 +163,7 @@ def test_wrong_requests_beside_good_ones(engine):
 
     def pester() -> None:
         for _ in range(50):
-            refused(lambda: engine.generate([[7], [-1]]), "prompts[1].input_ids")
+            assert "prompts[1].input_ids" in refusal(lambda: engine.generate([[7], [-1]]))
         wrong_done.set()
 
     thread = threading.Thread(target=pester)
