@@ -255,12 +255,7 @@ class KVLedger:
         Running sequences keep their pages, which go to the free list at release. They publish
         nothing any more, as all they compute rests on what was computed before.
         """
-        forgotten = self._tree.reset()
-        for g, pool in enumerate(self._pools):
-            pool.release(node.pages[g] for node in forgotten)
-        for holding in self._holdings:
-            holding.path = []
-            holding.shareable = False
+        self._void(self._tree.reset(), list(self._holdings))
 
     def forget(self, holding: Holding) -> None:
         """Forget all that begins with the holding's first published page; it is not matched again.
@@ -273,13 +268,8 @@ class KVLedger:
         if not holding.path:
             return
         top = holding.path[0]
-        forgotten = self._tree.remove(top)
-        for g, pool in enumerate(self._pools):
-            pool.release(node.pages[g] for node in forgotten)
-        for other in self._holdings:
-            if other.path and other.path[0] is top:
-                other.path = []
-                other.shareable = False
+        below = [other for other in self._holdings if other.path and other.path[0] is top]
+        self._void(self._tree.remove(top), below)
 
     # -- inside ---------------------------------------------------------------------
 
@@ -293,6 +283,14 @@ class KVLedger:
                 break
             del path[usable // self.page_size :]
         return path
+
+    def _void(self, forgotten: list[Node], holdings: list[Holding]) -> None:
+        """Give up pages that the tree has forgotten, and the paths of those who run on them."""
+        for g, pool in enumerate(self._pools):
+            pool.release(node.pages[g] for node in forgotten)
+        for holding in holdings:
+            holding.path = []
+            holding.shareable = False
 
     def _num_missing(self, table_lens: list[int], num_tokens: int) -> list[int]:
         """Pages that tables of these lengths lack for ``num_tokens``, per group."""
